@@ -1,0 +1,84 @@
+"""The scheduler's decision for one step, in plain values, and what the runner answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from relaykv.engine.policy import Policy
+from relaykv.engine.prefill_plan import Span
+from relaykv.engine.request import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What choosing one request's next token depends on."""
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None  # when the request asked for log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCopy:
+    """KV to be brought from a recording's slots into a request's own, keys turned by `shift`."""
+
+    source_block_ids: tuple[int, ...]  # of the recording, in sequence order
+    source_start: int  # position in the recording
+    block_ids: tuple[int, ...]  # of the request, in sequence order
+    start: int  # position in the prompt
+    num_tokens: int
+
+    @property
+    def shift(self) -> int:
+        return self.start - self.source_start
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """The part of one request that this step computes: positions [start, stop)."""
+
+    request_id: str
+    start: int
+    stop: int
+    token_ids: tuple[int, ...]  # at those positions
+    block_ids: tuple[int, ...]  # of the whole request so far
+    policy: Policy
+    relay_spans: tuple[Span, ...]  # inside [start, stop)
+    counts_influence: bool  # decoding in a session: add up the attention its tokens receive
+    sampling: SamplingRow | None  # set when the chunk reaches the end: its logits are sampled
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step. Copies run before the first row that attends to them."""
+
+    requests: tuple[ScheduledRequest, ...]
+    copies: tuple[RelayCopy, ...]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(request.stop - request.start for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeCount:
+    """What repairing the relayed spans of one request took in one step."""
+
+    num_tokens: Mapping[int, int]  # by span start: tokens computed again up to `stop`
+    num_layer_tokens: int  # rows of relayed tokens over all layers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What a step computed, by request id."""
+
+    sampled: Mapping[str, SampledToken]
+    recomputed: Mapping[str, RecomputeCount]

@@ -1,0 +1,55 @@
+"""Owns the device: executes one scheduled batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from relaykv.engine.batch import ModelRunnerOutput, ScheduledBatch
+from relaykv.engine.forward_batch import ForwardBatchBuilder
+from relaykv.engine.forward_pass import ForwardPass
+from relaykv.engine.kv_cache import KVCache
+from relaykv.engine.models.decoder import DecoderModel
+from relaykv.engine.relay import relay
+from relaykv.engine.sampler import Sampler
+from relaykv.kernels.attention import AttentionBackend
+
+
+class ModelRunner:
+    """Model, KV cache, attention backend and sampler of one device."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        attention: AttentionBackend[Any],
+        hidden_layer: int,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._forward = ForwardPass(model, cache, attention, hidden_layer)
+        self._sampler = Sampler()
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
+    def num_layers(self) -> int:
+        return self._model.config.num_layers
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
+        """Relay copies, then the forward, then a token for every finished chunk."""
+        for copy in batch.copies:
+            relay(self._cache, copy, self._model.inv_freq)
+        builder = ForwardBatchBuilder(self._cache, self.num_layers)
+        forward_batch = builder.build(batch)
+        if not forward_batch.token_ids.numel():
+            return ModelRunnerOutput({}, {})  # a chunk of relayed tokens only
+        logits, recomputed = self._forward.run(forward_batch)
+        rows = [r.sampling for r in batch.requests if r.sampling is not None]
+        tokens = self._sampler.sample(logits, rows)
+        sampled = dict(zip(forward_batch.sample_request_ids, tokens, strict=True))
+        return ModelRunnerOutput(sampled, recomputed)

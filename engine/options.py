@@ -1,0 +1,21 @@
+"""What a user decides when starting an engine: the command line's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of one engine. None leaves the choice to the engine (from model and machine)."""
+
+    model: str = "default"  # "default", a Hugging Face folder or a hub id
+    served_model_name: str | None = None  # None: the model's own name
+    dtype: str = "float32"  # "float32" or "bfloat16"
+    max_model_len: int | None = None  # tokens of prompt and answer together
+    kv_memory_bytes: int | None = None
+    max_num_batched_tokens: int = 512  # rows that one step computes
+    max_num_requests: int = 32  # running at the same time
+    relay_policy: str = "relay"  # for requests that name a session and no policy
+    profile: str | None = None  # file with the model's relay bands; None: the shipped one
+    num_threads: int | None = None  # None: torch decides

@@ -1,0 +1,111 @@
+"""Recompute policies as data: which rows of a relayed prompt are computed again, and where.
+
+A prompt's rows are N (must be computed) and R (relayed). N is active at every layer. Below
+`inject` only N is; in [inject, select) all of R is too; at `select` the rows S of R are chosen
+that stay active up to and including `stop`; above it only N remains.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Deviation(enum.Enum):
+    """How far a fresh value vector lies from the relayed one, per token."""
+
+    NONE = "none"
+    COSINE = "cosine"  # 1 - cosine, mean over KV heads (RelayCaching, Eq. 1)
+    SQUARED = "squared"  # sum of squared differences (CacheBlend, section 4.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Bands:
+    """Layer bounds of a policy; `select` and `stop` are inside the model, `stop` inclusive."""
+
+    inject: int
+    select: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.inject <= self.select <= self.stop:
+            raise ValueError(f"bands must rise: inject {self.inject}, {self.select}, {self.stop}")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tokens of a segment are computed again: the union of everything that is set."""
+
+    num_first: int = 0  # EPIC: the tokens that start a segment
+    num_last: int = 0  # RelayCaching: the suffix
+    deviation: Deviation = Deviation.NONE
+    deviation_share: float | None = None  # the top share of the segment by deviation
+    deviation_factor: float | None = None  # at least this many times the segment's mean
+    deviation_floor: float = 0.0  # and at least this much, so that noise selects nothing
+    influence_factor: float | None = None  # attention received, times the segment's mean
+    keep_fresh: bool = False  # fresh KV of the rows not selected replaces theirs at `select`
+    expected_share: float = 0.0  # of a segment's tokens; the scheduler's guess of the cost
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One method of reuse. `bands` None: relayed KV is never computed again."""
+
+    name: str
+    relays: bool
+    bands: Bands | None = None
+    selection: Selection = Selection()
+
+    def relay_cost(self, num_layers: int) -> float:
+        """Expected layer-tokens computed per relayed token, as a share of a full prefill."""
+        if not self.relays:
+            return 1.0
+        if self.bands is None:
+            return 0.0
+        full = self.bands.select - self.bands.inject
+        sparse = self.bands.stop - self.bands.select + 1
+        return (full + self.selection.expected_share * sparse) / num_layers
+
+
+def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy]:
+    """Every policy by name, for a model with `num_layers` layers.
+
+    Args:
+        relay_bands: where RelayCaching repairs this model; from its profile.
+    """
+    last = num_layers - 1
+    policies = (
+        Policy("full", relays=False),
+        Policy("shift", relays=True),
+        # EPIC (arXiv 2410.15332), LegoLink with k = 16.
+        Policy("epic", True, Bands(0, 0, last), Selection(num_first=16, expected_share=0.06)),
+        # CacheBlend (arXiv 2405.16444): check layer 1, 15 % by squared value difference.
+        Policy(
+            "cacheblend",
+            True,
+            Bands(0, min(1, last), last),
+            Selection(
+                deviation=Deviation.SQUARED,
+                deviation_share=0.15,
+                keep_fresh=True,
+                expected_share=0.15,
+            ),
+        ),
+        # RelayCaching (arXiv 2603.13289), Eqs. 5-9 with the paper's thresholds. The floor is
+        # ours: relative thresholds alone would select a fixed share of pure rounding noise.
+        Policy(
+            "relay",
+            True,
+            relay_bands,
+            Selection(
+                num_last=10,
+                deviation=Deviation.COSINE,
+                deviation_factor=1.5,
+                deviation_floor=1e-3,
+                influence_factor=1.45,
+                expected_share=0.2,
+            ),
+        ),
+    )
+    return {policy.name: policy for policy in policies}

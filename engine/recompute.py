@@ -1,0 +1,50 @@
+"""The decision of a policy at its selection layer: which tokens of a segment stay active."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from relaykv.engine.policy import Selection
+
+
+def select_tokens(
+    selection: Selection,
+    num_tokens: int,
+    deviation: Sequence[float] | None,
+    influence: Sequence[float] | None,
+) -> list[int]:
+    """Chooses the tokens of one segment that are computed again, as sorted offsets.
+
+    Args:
+        num_tokens: length of the segment.
+        deviation: fresh against relayed values, one per token; None when it was not measured.
+        influence: attention each token has received; None when nothing was collected.
+    """
+    chosen = set(range(min(selection.num_first, num_tokens)))
+    chosen.update(range(max(num_tokens - selection.num_last, 0), num_tokens))
+    if deviation is not None:
+        chosen.update(_by_deviation(selection, deviation))
+    if influence is not None and selection.influence_factor is not None:
+        chosen.update(_above_mean(influence, selection.influence_factor))
+    return sorted(chosen)
+
+
+def _by_deviation(selection: Selection, deviation: Sequence[float]) -> list[int]:
+    chosen: list[int] = []
+    if selection.deviation_factor is not None:
+        candidates = _above_mean(deviation, selection.deviation_factor)
+        chosen += [i for i in candidates if deviation[i] >= selection.deviation_floor]
+    if selection.deviation_share is not None:
+        count = math.ceil(selection.deviation_share * len(deviation))
+        by_size = sorted(range(len(deviation)), key=lambda i: (-deviation[i], i))
+        chosen += by_size[:count]
+    return chosen
+
+
+def _above_mean(values: Sequence[float], factor: float) -> list[int]:
+    """Offsets whose value is at least `factor` times the mean; none when all are zero."""
+    mean = math.fsum(values) / len(values) if values else 0.0
+    if mean <= 0.0:
+        return []
+    return [i for i, value in enumerate(values) if value >= factor * mean]

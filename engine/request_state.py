@@ -1,0 +1,115 @@
+"""One request while it is being served. Only the scheduler changes it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from relaykv.engine.block_pool import Block
+from relaykv.engine.policy import Policy
+from relaykv.engine.prefill_plan import PrefillPlan, SpanKind
+from relaykv.engine.recording import SessionKey
+from relaykv.engine.relay_report import RelayReport, SegmentReport
+from relaykv.engine.request import FinishReason, GenerateRequest, Usage
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # never ran, or was preempted and starts over
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSource:
+    """Where a relayed span came from, kept after its recording may be gone."""
+
+    start: int  # of the span in the prompt
+    stop: int
+    request_id: str
+    source_start: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence: its tokens, the blocks that hold their KV, and how far it has come."""
+
+    spec: GenerateRequest
+    policy: Policy
+    seed: int  # of its random numbers; fixed for its whole life
+    token_ids: list[int]  # prompt, then answer
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0  # from the start, all have KV in `blocks`
+    blocks: list[Block] = field(default_factory=list)  # in sequence order
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full, computed blocks
+    plan: PrefillPlan | None = None  # set while its prompt is being prefilled
+    approximate_from: int | None = None  # first token whose KV is approximate
+    taint: int = 0
+    source_blocks: list[Block] = field(default_factory=list)  # held until the relay copy ran
+    # What the response reports; of the first admission, a preemption does not change it.
+    first_plan: PrefillPlan | None = None
+    sources: tuple[SegmentSource, ...] = ()
+    recomputed: dict[int, int] = field(default_factory=dict)  # by span start: tokens of S
+    num_relay_layer_tokens: int = 0  # layer-tokens computed for relayed spans
+    refusal: str | None = None  # why nothing was relayed
+
+    @property
+    def id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def session_key(self) -> SessionKey | None:
+        session = self.spec.relay.session
+        return None if session is None else SessionKey(self.spec.tenant, session)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < len(self.token_ids) - 1 or self.num_output_tokens == 0
+
+    def usage(self) -> Usage:
+        plan = self.first_plan
+        cached = 0
+        if plan is not None:
+            recomputed = sum(self.recomputed.values())
+            cached = plan.count(SpanKind.PREFIX) + plan.count(SpanKind.RELAY) - recomputed
+        return Usage(self.num_prompt_tokens, self.num_output_tokens, cached)
+
+    def report(self, num_layers: int) -> RelayReport:
+        """What relaying did for the prompt, in numbers."""
+        plan = self.first_plan
+        prefix = plan.count(SpanKind.PREFIX) if plan else 0
+        relayed = plan.count(SpanKind.RELAY) if plan else 0
+        recomputed = sum(self.recomputed.values())
+        segments = tuple(
+            SegmentReport(s.start, s.stop, s.request_id, s.source_start, self._recomputed_in(s))
+            for s in self.sources
+        )
+        return RelayReport(
+            session=self.spec.relay.session,
+            policy=self.policy.name,
+            num_prefix_tokens=prefix,
+            num_relayed_tokens=relayed - recomputed,
+            num_recomputed_tokens=recomputed,
+            num_computed_tokens=self.num_prompt_tokens - prefix - relayed,
+            recomputed_share=self.num_relay_layer_tokens / (relayed * num_layers) if relayed else 0,
+            segments=segments if self.spec.relay.explain else (),
+            reason=self.refusal if self.spec.relay.session is not None else None,
+        )
+
+    def _recomputed_in(self, source: SegmentSource) -> int:
+        # A long span is relayed in several chunks, each counted under its own start.
+        starts = range(source.start, source.stop)
+        return sum(count for start, count in self.recomputed.items() if start in starts)

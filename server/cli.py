@@ -1,0 +1,217 @@
+"""The `relaykv` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from relaykv.engine.options import EngineOptions
+from relaykv.server.launcher import ListenOptions, LoadedModel, run_server
+from relaykv.server.settings import ServerSettings
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 0, 1 on a failure, 2 on wrong usage."""
+    options = build_parser().parse_args(arguments)
+    try:
+        if options.command == "serve":
+            return _serve(options)
+        return _pull_model()
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="relaykv",
+        description="An OpenAI-compatible server that relays KV cache between agents.",
+    )
+    parser.add_argument("--version", action="version", version=f"relaykv {package_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    model = commands.add_parser("model", help="manage models on this machine")
+    actions = model.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("pull", help="download and convert the default model")
+    return parser
+
+
+def package_version() -> str:
+    """Version of the installed package."""
+    try:
+        return version("relaykv")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `2GiB`, `2G` (both powers of 1024), `2GB` (powers of 1000) or `4096`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size; write for example 2GiB or 512MiB")
+    number, unit, binary = match.groups()
+    is_decimal = text.strip().upper().endswith("B") and not binary
+    size = int(float(number) * (1000 if is_decimal else 1024) ** _POWERS[unit.upper()])
+    if size < 1:
+        raise argparse.ArgumentTypeError("the size must be at least one byte")
+    return size
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"'{text}' is no port number from 0 to 65535")
+    return int(text)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    defaults = EngineOptions()
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    http = serve.add_argument_group("HTTP")
+    http.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    http.add_argument(
+        "--port",
+        type=_port,
+        default=8000,
+        help="0 takes a free one and prints it (default: %(default)s)",
+    )
+    levels = ["critical", "error", "warning", "info", "debug"]
+    http.add_argument(
+        "--log-level", choices=levels, default="info", help="how much to log (default: %(default)s)"
+    )
+    model = serve.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="NAME_OR_DIR",
+        default=defaults.model,
+        help="'default', a Hugging Face folder or a hub id (default: %(default)s)",
+    )
+    model.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name that clients use (default: the model's own)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default=defaults.dtype,
+        help="type of weights and KV cache (default: %(default)s)",
+    )
+    model.add_argument(
+        "--max-model-len",
+        type=_positive,
+        metavar="TOKENS",
+        help="prompt and answer together; at most, and by default, what the model allows",
+    )
+    _add_engine(serve, defaults)
+
+
+def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None:
+    engine = serve.add_argument_group("engine")
+    engine.add_argument(
+        "--kv-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory for KV cache, e.g. 2GiB (default: by the machine)",
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        default=defaults.max_num_batched_tokens,
+        help="rows that one step computes (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-num-requests",
+        type=_positive,
+        metavar="COUNT",
+        default=defaults.max_num_requests,
+        help="requests that run at the same time; others wait (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--relay-policy",
+        metavar="POLICY",
+        default=defaults.relay_policy,
+        help="for requests that name a session and no policy (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--profile", metavar="FILE", help="the model's relay bands, instead of the shipped ones"
+    )
+    engine.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="COUNT",
+        help="CPU threads of torch (default: torch decides)",
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    engine_options = EngineOptions(
+        model=options.model,
+        served_model_name=options.served_model_name,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        kv_memory_bytes=options.kv_memory,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_requests=options.max_num_requests,
+        relay_policy=options.relay_policy,
+        profile=options.profile,
+        num_threads=options.threads,
+    )
+    settings = ServerSettings(version=package_version(), default_policy=options.relay_policy)
+    listen = ListenOptions(options.host, options.port, options.log_level)
+    return run_server(lambda: _load(engine_options, settings), settings, listen)
+
+
+def _load(options: EngineOptions, settings: ServerSettings) -> LoadedModel:
+    # Imported here: the server itself and --help never need torch.
+    from relaykv.engine.async_engine import load_engine
+    from relaykv.engine.loader import resolve_model
+    from relaykv.engine.model_store import default_model_name
+    from relaykv.engine.tokenizer import Tokenizer
+    from relaykv.server.chat_template import HuggingFaceTemplate
+    from relaykv.server.prompt import PromptBuilder
+    from relaykv.server.state import Backend
+
+    folder = resolve_model(default_model_name if options.model == "default" else options.model)
+    template = HuggingFaceTemplate.from_folder(folder)
+    prompts = PromptBuilder(template, Tokenizer.from_folder(folder), settings.num_prompt_threads)
+    engine = load_engine(options)
+    return LoadedModel(Backend(engine, prompts), engine.stop)
+
+
+def _pull_model() -> int:
+    from relaykv.engine.model_store import pull_default_model
+
+    try:
+        folder = pull_default_model(progress=True)
+    except Exception as error:
+        print(f"relaykv: error: {error}", file=sys.stderr)
+        return 1
+    print(f"The default model is in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
