@@ -42,6 +42,7 @@ _MAX_DEFAULT_KV_BYTES = 8 << 30
 class EngineParts:
     """Everything that a core is built from."""
 
+    folder: Path  # of the model: weights, tokenizer, chat template
     model: DecoderModel
     tokenizer: Tokenizer
     fingerprint: str
@@ -73,6 +74,7 @@ def prepare(options: EngineOptions) -> EngineParts:
     cache = _cache_config(options, model.config, dtype)
     max_model_len = _max_model_len(options, model.config, cache)
     return EngineParts(
+        folder=folder,
         model=model,
         tokenizer=Tokenizer.from_folder(folder),
         fingerprint=f"{fingerprint}:{options.dtype}",
@@ -109,7 +111,7 @@ def build_core(parts: EngineParts) -> EngineCore:
     pool = BlockPool(cache_config.num_blocks)
     prefix_cache = PrefixCache(pool, cache_config.block_size, parts.fingerprint)
     relay = parts.relay
-    recordings = RecordingStore(pool, relay.seed_tokens, relay.min_segment_tokens)
+    recordings = RecordingStore(pool, relay.min_segment_tokens)
     admission = Admission(
         pool, prefix_cache, recordings, cache_config.block_size, relay.min_segment_tokens
     )

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
-from relaykv.engine.assembly import build_core, prepare
+from relaykv.engine.assembly import EngineParts, build_core, prepare
 from relaykv.engine.client import EngineDeadError, EngineStats, ModelCard, SessionInfo
 from relaykv.engine.core import EngineCore
 from relaykv.engine.options import EngineOptions
@@ -38,10 +38,12 @@ class AsyncEngine:
     that touches `_core` and `_sinks` is posted to the inbox and runs in the engine thread.
     """
 
-    def __init__(self, core: EngineCore, model: ModelCard, policies: tuple[str, ...]) -> None:
+    def __init__(self, core: EngineCore, parts: EngineParts) -> None:
+        self.folder = parts.folder  # the model's, for its chat template
+        self.tokenizer = parts.tokenizer
         self._core = core
-        self._model = model
-        self._policies = policies
+        self._model = parts.card
+        self._policies = tuple(parts.policies)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, _Sink] = {}
         self._stopping = False
@@ -175,6 +177,6 @@ def load_engine(options: EngineOptions) -> AsyncEngine:
         ValueError: an option does not fit the model or the machine.
     """
     parts = prepare(options)
-    engine = AsyncEngine(build_core(parts), parts.card, tuple(parts.policies))
+    engine = AsyncEngine(build_core(parts), parts)
     engine.start()
     return engine

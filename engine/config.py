@@ -71,4 +71,3 @@ class RelayConfig:
 
     default_policy: str = "relay"  # for requests that name a session and no policy
     min_segment_tokens: int = 32  # shorter matches are computed, not relayed
-    seed_tokens: int = 8  # length of the k-grams that find a segment

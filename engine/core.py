@@ -32,7 +32,12 @@ class _Answer:
 
 
 class EngineCore:
-    """Holds everything of one engine. Every method belongs to the engine thread."""
+    """Holds everything of one engine. Every method belongs to the engine thread.
+
+    Attributes:
+        runner, pool, recordings: the device, the blocks and what sessions have recorded; public
+            for tools that measure, which read them between two steps.
+    """
 
     def __init__(
         self,
@@ -47,11 +52,11 @@ class EngineCore:
         max_model_len: int,
         bytes_per_block: int,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._scheduler = scheduler
-        self._pool = pool
-        self._recordings = recordings
+        self.pool = pool
+        self.recordings = recordings
         self._policies = policies
         self._default_policy = default_policy
         self._eos_token_ids = eos_token_ids
@@ -104,7 +109,7 @@ class EngineCore:
         if not batch.requests:
             return []
         try:
-            output = self._runner.execute(batch)
+            output = self.runner.execute(batch)
         except Exception:
             _log.exception("a step failed; its %d requests end with an error", len(batch.requests))
             return self._fail_running("the engine failed while it computed this request")
@@ -112,7 +117,7 @@ class EngineCore:
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
         infos = []
-        for key, recordings, last_used in self._recordings.sessions(tenant):
+        for key, recordings, last_used in self.recordings.sessions(tenant):
             num_blocks = len({block.id for r in recordings for block in r.blocks})
             infos.append(
                 SessionInfo(
@@ -134,10 +139,10 @@ class EngineCore:
         return tuple(infos)
 
     def delete_session(self, tenant: str, session: str) -> bool:
-        return self._recordings.delete_session(SessionKey(tenant, session))
+        return self.recordings.delete_session(SessionKey(tenant, session))
 
     def stats(self) -> EngineStats:
-        blocks = self._pool.counts()
+        blocks = self.pool.counts()
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -145,7 +150,7 @@ class EngineCore:
             num_cached_blocks=blocks.cached,
             num_recorded_blocks=blocks.recorded,
             num_used_blocks=blocks.used,
-            num_total_blocks=self._pool.num_blocks,
+            num_total_blocks=self.pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
             num_aborts=self._num_aborts,
         )
@@ -217,7 +222,7 @@ class EngineCore:
         answer = self._answers[request.id]
         report = None
         if reason is not None or not answer.relay_reported:
-            report = request.report(self._runner.num_layers)
+            report = request.report(self.runner.num_layers)
             answer.relay_reported = True
         if token is not None:
             answer.num_tokens_sent += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from relaykv.engine.batch import ModelRunnerOutput, ScheduledBatch
+from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch
 from relaykv.engine.forward_batch import ForwardBatchBuilder
 from relaykv.engine.forward_pass import ForwardPass
 from relaykv.engine.kv_cache import KVCache
@@ -40,10 +41,15 @@ class ModelRunner:
         return self._model.config.num_layers
 
     @torch.inference_mode()
+    def relay(self, copies: Iterable[RelayCopy]) -> None:
+        """Brings recorded KV to its place in other prompts."""
+        for copy in copies:
+            relay(self._cache, copy, self._model.inv_freq)
+
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
         """Relay copies, then the forward, then a token for every finished chunk."""
-        for copy in batch.copies:
-            relay(self._cache, copy, self._model.inv_freq)
+        self.relay(batch.copies)
         builder = ForwardBatchBuilder(self._cache, self.num_layers)
         forward_batch = builder.build(batch)
         if not forward_batch.token_ids.numel():

@@ -45,12 +45,10 @@ class RecordingStore:
     def __init__(
         self,
         pool: BlockPool,
-        seed_tokens: int,
         min_segment_tokens: int,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
-        self._seed_tokens = seed_tokens
         self._min_segment_tokens = min_segment_tokens
         self._now = now
         self._next_id = 0
@@ -80,7 +78,7 @@ class RecordingStore:
             return
         session = self._sessions.get(key)
         if session is None:
-            index = SegmentIndex(self._seed_tokens, self._min_segment_tokens)
+            index = SegmentIndex(self._min_segment_tokens)
             session = self._sessions[key] = _Session(index)
         recording = Recording(
             self._next_id, request_id, key, token_ids, tuple(blocks), num_prompt_tokens, taint

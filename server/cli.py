@@ -187,17 +187,13 @@ def _serve(options: argparse.Namespace) -> int:
 def _load(options: EngineOptions, settings: ServerSettings) -> LoadedModel:
     # Imported here: the server itself and --help never need torch.
     from relaykv.engine.async_engine import load_engine
-    from relaykv.engine.loader import resolve_model
-    from relaykv.engine.model_store import default_model_name
-    from relaykv.engine.tokenizer import Tokenizer
     from relaykv.server.chat_template import HuggingFaceTemplate
     from relaykv.server.prompt import PromptBuilder
     from relaykv.server.state import Backend
 
-    folder = resolve_model(default_model_name if options.model == "default" else options.model)
-    template = HuggingFaceTemplate.from_folder(folder)
-    prompts = PromptBuilder(template, Tokenizer.from_folder(folder), settings.num_prompt_threads)
     engine = load_engine(options)
+    template = HuggingFaceTemplate.from_folder(engine.folder)
+    prompts = PromptBuilder(template, engine.tokenizer, settings.num_prompt_threads)
     return LoadedModel(Backend(engine, prompts), engine.stop)
 
 

@@ -1,0 +1,75 @@
+# Everything a contributor does. Variables that may be set on the command line:
+#   PYTHON       the interpreter that makes the virtual environment (3.11 or newer)
+#   VENV         where that environment is
+#   TORCH_INDEX  one more package index to look for torch in
+#   ARGS         further arguments of `serve`, `demo`, `test` and `test-slow`
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PACKAGES := server engine kernels clients
+SCRIPTS := tests benchmarks
+# Folders that a script's own imports are found in: the first is the script's folder.
+SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup links serve demo check test test-slow test-all bench clean
+.DELETE_ON_ERROR:
+
+help:  ## list these verbs
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r verb text; do printf '%-18s %s\n' "$$verb" "$$text"; done
+
+setup: $(STAMP)  ## make the virtual environment, or bring it up to date
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 is needed")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev,demo]'
+	touch $@
+
+# Type checkers do not read setuptools' package-dir mapping; they follow these links.
+links:  ## write the links that type checkers and editors resolve relaykv.* with
+	@mkdir -p .links/relaykv
+	@for folder in $(PACKAGES); do ln -sfn ../../$$folder .links/relaykv/$$folder; done
+
+serve: setup  ## serve the default model on 127.0.0.1:8000
+	$(BIN)/relaykv serve $(ARGS)
+
+demo: setup  ## run three agents in a chain, without and with a relay session
+	$(BIN)/python -m relaykv.clients.demo $(ARGS)
+
+check: setup links  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES:%=-p relaykv.%)
+	@set -e; for folder in $(SCRIPT_FOLDERS); do \
+		echo "mypy $$folder"; \
+		MYPYPATH="$$folder:tests/clients:benchmarks" $(BIN)/mypy $$folder*.py; \
+	done
+
+# Two threads at most, so that timings and rounding do not depend on the machine's size.
+test test-slow: export OMP_NUM_THREADS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); \
+	test $$n -gt 2 && echo 2 || echo $$n)
+
+test: setup  ## the tests that are not slow; minutes, and the default model once
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup  ## the slow tests alone
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: test test-slow  ## every test
+
+bench: setup  ## list the benchmarks and how to run them
+	@for script in $$(grep -l '^if __name__' benchmarks/*.py); do \
+		printf '%s\n    %s\n' "$$(sed -n '1s/"""//gp' $$script)" "$(BIN)/python $$script --help"; \
+	done
+
+clean:  ## remove what these verbs made; the models in RELAYKV_HOME stay
+	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find $(PACKAGES) $(SCRIPTS) -name __pycache__ -type d -prune -exec rm -rf {} +
