@@ -13,7 +13,8 @@ STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGES := server engine kernels clients
 SCRIPTS := tests benchmarks
-# Folders that a script's own imports are found in: the first is the script's folder.
+# Each is checked for itself, as it runs: with its own folder on the path. The tests of the
+# benchmarks also import from the two folders that `check` adds.
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help

@@ -269,11 +269,11 @@ def _count_tokens(http: httpx.Client, root: str, text: str) -> int:
 
 
 def _nonces(count: Callable[[str], int]) -> Iterator[str]:
-    """Lines that differ and all have the same number of tokens."""
-    first = secrets.randbelow(900_000)
+    """Lines that differ from their first token or two on and have the same number of tokens."""
+    first = 1_000_000 + secrets.randbelow(8_000_000)
     wanted: int | None = None
     for number in range(first, 10_000_000):
-        line = f"Job number {number:07d}."
+        line = f"{str(number)[::-1]} is the number of this job."  # the fast digit first
         num_tokens = count(line)
         wanted = num_tokens if wanted is None else wanted
         if num_tokens == wanted:

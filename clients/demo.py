@@ -26,6 +26,7 @@ from relaykv.clients.streamed_answer import (
 )
 
 _WIDTH = 110
+_JOB_STEP = 111_111  # changes the first digit, hence the first token
 _ROW = "{:<9} {:<15} {:>7} {:>7} {:>8} {:>11} {:>9}   {:>13} {:>9}"
 
 
@@ -35,7 +36,7 @@ class Chain:
 
     model: str
     max_tokens: int
-    job: int  # stands at the head of every task, so that no two runs share a task's prefix
+    job: int  # six digits at the head of every task, so that two runs share no task's prefix
     session: str | None
     policy: str | None
 
@@ -87,7 +88,8 @@ def format_meaning(plain: Sequence[StreamedAnswer], relayed: Sequence[StreamedAn
     return (
         f"With a session the {name} began to answer {when}: of its {after.prompt.total} prompt"
         f" tokens the server took {reused} over from what earlier agents had read or written and"
-        f" repaired {after.prompt.recomputed} of them, instead of computing them all again."
+        f" repaired {after.prompt.recomputed} of them, instead of computing them all again. (Every"
+        f" time is a single measurement; benchmarks/ttft.py takes medians.)"
     )
 
 
@@ -125,7 +127,7 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> None:
             raise ServerError(f"the server at {root} lists no model")
         _say(f"The server at {root} is ready and serves {models[0].id}.")
         # A server of our own is new: fixed numbers there make the texts repeatable.
-        job = 1 if options.url is None else secrets.randbelow(900_000)
+        job = 100_000 + (0 if options.url is None else secrets.randbelow(600_000))
         _run_twice(client, models[0].id, job, options)
 
 
@@ -141,7 +143,7 @@ def _run_twice(client: openai.OpenAI, model: str, job: int, options: argparse.Na
     plain = run_chain(client, first)
     session = f"demo-{secrets.token_hex(4)}"
     _say(f"Run 2, with relay_session={session!r}:")
-    second = Chain(model, options.max_tokens, job + 1, session, options.policy)
+    second = Chain(model, options.max_tokens, job + _JOB_STEP, session, options.policy)
     relayed = run_chain(client, second)
     _say("\nPrompt tokens by kind, and seconds to the first token:\n")
     _say(format_table(plain, relayed))
@@ -167,7 +169,7 @@ def run_chain(client: openai.OpenAI, chain: Chain) -> list[StreamedAnswer]:
             client,
             model=chain.model,
             system=agent.role,
-            user=f"Job number {chain.job:06d}.\n\n{task}",
+            user=f"{chain.job} is the number of this job.\n\n{task}",
             max_tokens=chain.max_tokens,
             extra_body=extra,
         )

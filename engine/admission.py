@@ -116,9 +116,10 @@ class Admission:
     ) -> list[RelayCopy]:
         """Sets what follows from the plan: where KV turns approximate, taint, the report."""
         request.approximate_from = None
+        request.taint = 0  # of an earlier admission, whose KV is gone
         if prefix.num_exact_blocks < len(prefix.blocks):
             request.approximate_from = prefix.num_exact_blocks * self._block_size
-            request.taint = max(request.taint, 1)
+            request.taint = 1
         copies, sources = [], []
         block_ids = tuple(block.id for block in request.blocks)
         for span in plan.relay_spans(0, plan.num_tokens):
@@ -143,15 +144,17 @@ class Admission:
         if request.first_plan is None:
             request.first_plan = plan
             request.sources = tuple(sources)
-            request.refusal = self._refusal(request, bool(sources))
+            request.refusal = self._refusal(request, bool(sources), bool(recordings))
         return copies
 
-    def _refusal(self, request: Request, relayed: bool) -> str | None:
+    def _refusal(self, request: Request, relayed: bool, found: bool) -> str | None:
         key = request.session_key
         if key is None or relayed:
             return None
         if not request.policy.relays:
             return f"policy {request.policy.name!r} relays nothing"
+        if found:
+            return "the KV cache has no room for the recordings beside this request"
         if not self._recordings.has_session(key):
             return "the session holds no recordings yet"
         return (

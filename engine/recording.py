@@ -52,7 +52,7 @@ class RecordingStore:
         self._min_segment_tokens = min_segment_tokens
         self._now = now
         self._next_id = 0
-        self._recordings: dict[int, Recording] = {}  # oldest first
+        self._recordings: dict[int, Recording] = {}  # oldest or longest unrenewed first
         self._sessions: dict[SessionKey, _Session] = {}
 
     def __getitem__(self, recording_id: int) -> Recording:
@@ -70,8 +70,9 @@ class RecordingStore:
         num_prompt_tokens: int,
         taint: int,
     ) -> None:
-        """Records a finished request; a repetition of a recorded one only replaces it.
+        """Records a finished request.
 
+        A repetition of a recorded one only replaces it; one with more taint only renews it.
         The caller still holds the blocks and releases them afterwards.
         """
         if not token_ids:
@@ -80,19 +81,22 @@ class RecordingStore:
         if session is None:
             index = SegmentIndex(self._min_segment_tokens)
             session = self._sessions[key] = _Session(index)
+        session.last_used = self._now()
+        same = next((r for r in session.recordings.values() if r.token_ids == token_ids), None)
+        if same is not None and same.taint < taint:
+            self._recordings[same.id] = self._recordings.pop(same.id)
+            return
         recording = Recording(
             self._next_id, request_id, key, token_ids, tuple(blocks), num_prompt_tokens, taint
         )
         self._next_id += 1
         self._pool.record(recording.blocks)
-        same = next((r for r in session.recordings.values() if r.token_ids == token_ids), None)
-        if same is not None and same.taint >= taint:
+        if same is not None:
             self._drop(same)
         self._recordings[recording.id] = recording
         self._sessions[key] = session  # dropping its only recording would have removed it
         session.recordings[recording.id] = recording
         session.index.add(recording.id, token_ids, taint)
-        session.last_used = self._now()
 
     def match(self, key: SessionKey, token_ids: list[int], start: int) -> list[Segment]:
         """Segments of a prompt behind `start` that this session has recorded."""

@@ -134,6 +134,6 @@ def test_fillers_close_the_gap_that_whole_words_leave() -> None:
 
 
 def test_a_task_puts_the_nonce_first_and_every_output_in_order() -> None:
-    text = task(2, "Job number 0000007.", ["first text", "second text"])
-    assert text.startswith("Job number 0000007.\n\n")
+    text = task(2, "7000001 is the number of this job.", ["first text", "second text"])
+    assert text.startswith("7000001 is the number of this job.\n\n")
     assert text.index("first text") < text.index("second text") < text.index("your turn")

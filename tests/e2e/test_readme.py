@@ -80,6 +80,12 @@ def test_the_reviewer_is_relayed_what_the_writer_wrote(printed: str) -> None:
     assert cached == tokens["prefix"] + tokens["relayed"]
 
 
+def test_the_python_example_relays_too(printed: str) -> None:
+    first, second = re.findall(r"'relayed': (\d+)", printed)
+    assert int(first) == 0
+    assert int(second) >= 32
+
+
 def test_the_session_is_listed_and_dropped(printed: str) -> None:
     assert '"object":"relay.session"' in printed
     assert '"deleted":true' in printed

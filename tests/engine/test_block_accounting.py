@@ -120,10 +120,10 @@ def test_two_hundred_random_requests_leave_every_block_accounted_for(
 def test_the_random_mix_really_preempts_relays_hits_and_evicts() -> None:
     engine = play(11, EngineSizes(num_blocks=40))
 
-    assert engine.scheduler.num_preemptions > 10
+    assert engine.scheduler.num_preemptions > 3
     assert engine.runner.num_copied_tokens > 100
     requests = engine.finished.values()
-    assert sum(request.usage().num_cached_tokens > 0 for request in requests) > 25
+    assert sum(request.usage().num_cached_tokens > 0 for request in requests) > 15
     assert len(engine.recordings) < 20
 
 

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine_factory import make_request
+
+from relaykv.engine.prefill_plan import plan_prefill
+from relaykv.engine.recording import SessionKey
+from relaykv.engine.relay_report import SegmentReport
+from relaykv.engine.request import Usage
+from relaykv.engine.request_state import Request, SegmentSource
+from relaykv.engine.segment import Segment
+
+
+def relayed_request(explain: bool = False) -> Request:
+    """100 prompt tokens: 16 of a prefix hit, two segments of 20 and 30, the rest computed."""
+    request = make_request("r", range(100), session="s", policy="relay", explain=explain)
+    segments = [Segment(20, 40, 1, 5), Segment(50, 80, 1, 50)]
+    request.plan = request.first_plan = plan_prefill(100, 16, segments, 8)
+    request.sources = (SegmentSource(20, 40, "w", 5), SegmentSource(50, 80, "w", 50))
+    return request
+
+
+def test_tokens_are_told_apart_by_the_length_of_the_prompt() -> None:
+    request = make_request("r", [1, 2, 3])
+    request.token_ids += [4, 5]
+
+    assert request.num_prompt_tokens == 3
+    assert request.num_output_tokens == 2
+    assert list(request.output_token_ids) == [4, 5]
+
+
+def test_a_session_belongs_to_its_tenant() -> None:
+    assert make_request("r", [1]).session_key is None
+    assert make_request("r", [1], session="s", tenant="b").session_key == SessionKey("b", "s")
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_answered", "is_prefilling"),
+    [
+        pytest.param(0, 0, True, id="a new request"),
+        pytest.param(9, 0, True, id="a prompt but for its last token"),
+        pytest.param(10, 1, False, id="decoding"),
+        pytest.param(0, 3, True, id="preempted"),
+        pytest.param(11, 3, True, id="preempted and all but two tokens computed again"),
+        pytest.param(12, 3, False, id="preempted and all but one token computed again"),
+    ],
+)
+def test_a_request_prefills_until_one_token_is_missing(
+    num_computed: int, num_answered: int, is_prefilling: bool
+) -> None:
+    request = make_request("r", range(10))
+    request.token_ids += range(num_answered)
+    request.num_computed_tokens = num_computed
+
+    assert request.is_prefilling is is_prefilling
+
+
+def test_a_request_that_never_ran_used_nothing() -> None:
+    request = make_request("r", range(10), session="s")
+
+    assert request.usage() == Usage(10, 0, 0)
+    report = request.report(8)
+    assert report.num_computed_tokens == 10
+    assert report.recomputed_share == 0
+    assert report.reason is None
+
+
+def test_cached_tokens_are_the_prefix_and_what_was_relayed_and_not_recomputed() -> None:
+    request = relayed_request()
+    assert request.usage().num_cached_tokens == 66
+
+    request.recomputed = {20: 4, 50: 6}
+
+    assert request.usage().num_cached_tokens == 56
+
+
+def test_the_report_counts_every_token_of_the_prompt_once() -> None:
+    request = relayed_request()
+    request.recomputed = {20: 4, 50: 6}
+    request.num_relay_layer_tokens = 100
+
+    report = request.report(num_layers=8)
+
+    assert report.num_prefix_tokens == 16
+    assert report.num_relayed_tokens == 40
+    assert report.num_recomputed_tokens == 10
+    assert report.num_computed_tokens == 34
+    assert report.recomputed_share == 100 / (50 * 8)
+    assert (report.session, report.policy, report.segments) == ("s", "relay", ())
+
+
+def test_segments_are_listed_only_when_asked_for() -> None:
+    request = relayed_request(explain=True)
+    # The second segment was relayed in two chunks, each counted under its own start.
+    request.recomputed = {20: 4, 50: 6, 64: 1}
+
+    assert request.report(8).segments == (
+        SegmentReport(20, 40, "w", 5, 4),
+        SegmentReport(50, 80, "w", 50, 7),
+    )
+
+
+def test_a_reason_is_given_only_to_requests_of_a_session() -> None:
+    request = make_request("r", [1], session="s")
+    request.refusal = "nothing there"
+    assert request.report(8).reason == "nothing there"
+
+    request.spec = replace(request.spec, relay=replace(request.spec.relay, session=None))
+
+    assert request.report(8).reason is None
