@@ -13,9 +13,7 @@ def record(
     engine: FakeEngine, name: str, token_ids: list[int], session: str = "s", policy: str = "shift"
 ) -> Request:
     """Serves a request whose recording holds exactly these tokens."""
-    return engine.serve(
-        make_request(name, token_ids, max_tokens=1, session=session, policy=policy)
-    )
+    return engine.serve(make_request(name, token_ids, max_tokens=1, session=session, policy=policy))
 
 
 def spans(request: Request) -> list[tuple[str, int, int]]:

@@ -75,9 +75,7 @@ def test_influence_without_a_factor_is_ignored() -> None:
 
 @pytest.mark.parametrize("name", ["shift", "epic", "cacheblend", "relay"])
 @pytest.mark.parametrize("length", [1, 5, 32, 500])
-def test_every_policy_chooses_sorted_distinct_tokens_of_the_segment(
-    name: str, length: int
-) -> None:
+def test_every_policy_chooses_sorted_distinct_tokens_of_the_segment(name: str, length: int) -> None:
     pick = random.Random(length)
     deviation = [pick.random() for _ in range(length)]
     influence = [pick.random() for _ in range(length)]

@@ -48,16 +48,20 @@ def tiny_model() -> DecoderModel:
         return load_model(Path(folder), torch.float32, torch.device("cpu"))
 
 
-def tiny_core(
+def tiny_core(**sizes: int) -> EngineCore:
+    return build_core(tiny_parts(**sizes))
+
+
+def tiny_parts(
     num_blocks: int = 256,
     max_num_batched_tokens: int = 64,
     max_num_requests: int = 8,
     max_model_len: int = 400,
-) -> EngineCore:
+) -> EngineParts:
     model = tiny_model()
     policies = builtin_policies(model.config.num_layers, Bands(1, 2, 2))
     card = ModelCard("tiny", max_model_len, model.config.vocab_size, 0)
-    parts = EngineParts(
+    return EngineParts(
         folder=Path(),
         model=model,
         tokenizer=cast(Tokenizer, SpellingTokenizer()),
@@ -69,7 +73,6 @@ def tiny_core(
         relay=RelayConfig(),
         card=card,
     )
-    return build_core(parts)
 
 
 @dataclass(slots=True)
