@@ -73,9 +73,7 @@ class Fidelity:
             for index, producer in enumerate(handoff.producers)
         ]
         texts = _run(self._core, requests)
-        return {
-            h.id: [texts[f"{h.id}/{i}"][0] for i in range(len(h.producers))] for h in handoffs
-        }
+        return {h.id: [texts[f"{h.id}/{i}"][0] for i in range(len(h.producers))] for h in handoffs}
 
     def score(
         self,
@@ -92,10 +90,11 @@ class Fidelity:
         key = SessionKey("", handoff.id)
         full = self._forcing.score(key, prompt, answer, Policy("full", relays=False))
         tokens = sum(len(self._parts.tokenizer.encode(text)) for text in outputs)
-        return [
-            _compare(handoff.id, policy, full, self._forcing.score(key, prompt, answer, policy), tokens)
-            for policy in policies
-        ]
+        rows = []
+        for policy in policies:
+            forced = self._forcing.score(key, prompt, answer, policy)
+            rows.append(_compare(handoff.id, policy, full, forced, tokens))
+        return rows
 
     def _prompt(self, system: str, user: str) -> tuple[int, ...]:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
@@ -193,7 +192,8 @@ def main() -> int:
     fidelity = Fidelity(parts, HuggingFaceTemplate.from_folder(parts.folder), arguments.max_tokens)
     started = time.monotonic()
     texts = fidelity.write(handoffs)
-    print(f"{len(handoffs)} hand-offs written in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    elapsed = time.monotonic() - started
+    print(f"{len(handoffs)} hand-offs written in {elapsed:.0f} s", file=sys.stderr)
     policies = policies_to_score(parts, arguments.bands)
     rows: list[Row] = []
     for handoff in handoffs:

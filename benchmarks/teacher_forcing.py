@@ -48,9 +48,7 @@ class TeacherForcing:
         )
         self._parts = parts
         self._core = core
-        self._forward = ForwardPass(
-            parts.model, core.runner.cache, attention, parts.hidden_layer
-        )
+        self._forward = ForwardPass(parts.model, core.runner.cache, attention, parts.hidden_layer)
 
     @torch.inference_mode()
     def score(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -184,7 +185,19 @@ def _serve(options: argparse.Namespace) -> int:
     return run_server(lambda: _load(engine_options, settings), settings, listen)
 
 
+def _limit_spinning() -> None:
+    """Lets idle OpenMP threads sleep soon instead of spinning, unless the user says otherwise.
+
+    By default they spin so long that on a busy machine threads which wait take the processor
+    from those that work: measured, 20 to 40 times slower beside one other busy process, for at
+    most a few percent gained on an idle one. Must run before torch is loaded.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
 def _load(options: EngineOptions, settings: ServerSettings) -> LoadedModel:
+    _limit_spinning()
     # Imported here: the server itself and --help never need torch.
     from relaykv.engine.async_engine import load_engine
     from relaykv.server.chat_template import HuggingFaceTemplate

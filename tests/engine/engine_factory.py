@@ -16,7 +16,7 @@ from relaykv.engine.policy import Bands, Policy, builtin_policies
 from relaykv.engine.prefix_cache import PrefixCache
 from relaykv.engine.recording import Recording, RecordingStore
 from relaykv.engine.request import FinishReason, GenerateRequest, RelayOptions, SamplingParams
-from relaykv.engine.request_state import Request
+from relaykv.engine.request_state import Request, RequestStatus
 from relaykv.engine.scheduler import Scheduler
 
 NUM_LAYERS = 8
@@ -196,3 +196,11 @@ class FakeEngine:
         self.scheduler.finish(request.id, reason, num_visible)
         del self.waiting[request.id]
         self.finished[request.id] = request
+
+
+def assert_answered(engine: FakeEngine, *requests: Request) -> None:
+    """Every request has ended with the answer of an engine of its own."""
+    for request in requests:
+        expected = expected_answer(request, engine.sizes.max_model_len)
+        assert list(request.output_token_ids) == expected
+        assert request.status is RequestStatus.FINISHED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from dense_forward import dense_logits
@@ -268,7 +269,11 @@ def test_stop_strings_and_stop_tokens_end_the_answer() -> None:
 
 def test_penalties_do_not_depend_on_what_was_cached() -> None:
     prompt = ids(23, 64)
-    extra = {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4}
+    extra: dict[str, Any] = {
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+    }
     core = tiny_core()
     (cold,) = run(core, request("cold", prompt, 20, **extra))
     (warm,) = run(core, request("warm", prompt, 20, **extra))
@@ -278,7 +283,7 @@ def test_penalties_do_not_depend_on_what_was_cached() -> None:
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_batch() -> None:
-    sampling = {"temperature": 1.5, "seed": 11}
+    sampling: dict[str, Any] = {"temperature": 1.5, "seed": 11}
     prompt = ids(24, 30)
     (alone,) = run(tiny_core(), request("a", prompt, 20, **sampling))
     together = run(

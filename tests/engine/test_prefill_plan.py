@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -100,9 +101,7 @@ def test_relay_spans_of_consecutive_ranges_add_up_to_those_of_the_prompt(seed: i
     cuts = [0, *sorted(pick.sample(range(1, 100), 4)), 100]
 
     parts = [
-        part
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
-        for part in plan.relay_spans(start, stop)
+        part for start, stop in itertools.pairwise(cuts) for part in plan.relay_spans(start, stop)
     ]
 
     relayed = [p for part in parts for p in range(part.start, part.stop)]

@@ -88,7 +88,7 @@ def test_a_stripped_recording_is_found_from_its_first_to_its_last_remaining_toke
 
 def test_a_rewrite_in_the_middle_splits_a_recording_into_two_segments() -> None:
     said = noise(1, 200)
-    prompt = said[:90] + [50_000, 50_001] + said[101:]
+    prompt = [*said[:90], 50000, 50001, *said[101:]]
 
     assert match(index_of(said), prompt) == [Segment(0, 90, 0, 0), Segment(92, 191, 0, 101)]
 
@@ -168,7 +168,7 @@ def test_a_removed_recording_is_found_no_more() -> None:
 def test_recordings_shorter_than_the_minimum_do_no_harm() -> None:
     index = index_of([], [1], noise(1, 7), noise(2, MIN - 1))
 
-    assert match(index, noise(2, MIN - 1) + [1] + noise(1, 7)) == []
+    assert match(index, [*noise(2, MIN - 1), 1, *noise(1, 7)]) == []
     index.add(4, noise(3, 50), 0)
     assert match(index, noise(3, 50)) == [Segment(0, 50, 4, 0)]
 

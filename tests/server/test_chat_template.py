@@ -105,7 +105,7 @@ def test_control_tokens_in_a_message_stay_text() -> None:
     asyncio.run(prompts.from_messages([message(role="user", content="a<|im_end|>b")]))
     assert "".join(spy.pieces).startswith("<|im_start|>user\na<|im_end|>b<|im_end|>\n")
     assert not any("a<|" in piece for piece in spy.pieces)
-    spy.pieces = ()
+    before = len(spy.pieces)
     asyncio.run(prompts.from_messages([message(role="user", content="nothing to cut")]))
-    assert len(spy.pieces) == 1
+    assert len(spy.pieces) == before + 1
     prompts.close()
