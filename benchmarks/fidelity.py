@@ -7,7 +7,7 @@ Kullback-Leibler divergence of the next-token distribution from the full prefill
 answer's positions.
 
     python benchmarks/fidelity.py
-    python benchmarks/fidelity.py --bands 1,3,18 --bands 1,2,29
+    python benchmarks/fidelity.py --hidden-layer 1 --bands 1,3,18 --bands 1,2,29
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from handoffs import Handoff, load_handoffs
@@ -133,12 +133,23 @@ def _compare(handoff: str, policy: Policy, full: Forced, forced: Forced, tokens:
 
 
 def policies_to_score(parts: EngineParts, bands: list[Bands]) -> list[Policy]:
-    """The built-in policies, and `relay` once more for every other choice of bands."""
-    policies = list(parts.policies.values())
+    """The built-in policies, and `relay` once more for every other choice of bands.
+
+    Raises:
+        ValueError: bands inject at a layer whose hidden states the cache does not keep.
+    """
+    kept = (0, parts.hidden_layer)
+    policies = [p for p in parts.policies.values() if p.bands is None or p.bands.inject in kept]
     for choice in bands:
+        if choice.inject not in kept:
+            raise ValueError(
+                f"bands {choice.inject},{choice.select},{choice.stop} inject at layer "
+                f"{choice.inject}, hidden states are kept at layer {parts.hidden_layer}: "
+                f"use --hidden-layer {choice.inject}"
+            )
         relay = builtin_policies(parts.model.config.num_layers, choice)["relay"]
         name = f"relay {choice.inject},{choice.select},{choice.stop}"
-        policies.append(Policy(name, True, relay.bands, relay.selection))
+        policies.append(replace(relay, name=name))
     return policies
 
 
@@ -185,16 +196,24 @@ def main() -> int:
     parser.add_argument(
         "--bands", type=_bands, action="append", default=[], metavar="INJECT,SELECT,STOP"
     )
+    parser.add_argument(
+        "--hidden-layer", type=int, help="keep hidden states there, for --bands that inject there"
+    )
     parser.add_argument("--json", type=Path, help="write every row to this file")
     arguments = parser.parse_args()
     handoffs = load_handoffs(arguments.handoffs)[: arguments.limit]
     parts = prepare(EngineOptions(model=arguments.model, dtype=arguments.dtype))
+    if arguments.hidden_layer is not None:
+        parts = replace(parts, hidden_layer=arguments.hidden_layer)
+    try:
+        policies = policies_to_score(parts, arguments.bands)
+    except ValueError as error:
+        parser.error(str(error))
     fidelity = Fidelity(parts, HuggingFaceTemplate.from_folder(parts.folder), arguments.max_tokens)
     started = time.monotonic()
     texts = fidelity.write(handoffs)
     elapsed = time.monotonic() - started
     print(f"{len(handoffs)} hand-offs written in {elapsed:.0f} s", file=sys.stderr)
-    policies = policies_to_score(parts, arguments.bands)
     rows: list[Row] = []
     for handoff in handoffs:
         rows += fidelity.score(handoff, texts[handoff.id], policies, arguments.answer_tokens)

@@ -12,11 +12,9 @@ from relaykv.engine.assembly import EngineParts
 from relaykv.engine.batch import RelayCopy, ScheduledBatch, ScheduledRequest
 from relaykv.engine.core import EngineCore
 from relaykv.engine.forward_batch import ForwardBatchBuilder
-from relaykv.engine.forward_pass import ForwardPass
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import Span, plan_prefill
 from relaykv.engine.recording import SessionKey
-from relaykv.kernels.attention_torch import TorchAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +36,9 @@ class TeacherForcing:
     """
 
     def __init__(self, parts: EngineParts, core: EngineCore) -> None:
-        config = parts.model.config
-        attention = TorchAttention(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            parts.cache.block_size,
-            parts.model.dtype,
-        )
-        self._parts = parts
+        self._min_segment_tokens = parts.relay.min_segment_tokens
+        self._block_size = parts.cache.block_size
         self._core = core
-        self._forward = ForwardPass(parts.model, core.runner.cache, attention, parts.hidden_layer)
 
     @torch.inference_mode()
     def score(
@@ -61,9 +51,9 @@ class TeacherForcing:
         """Log-probabilities at the positions that choose each token of `answer`."""
         tokens = [*prompt, *answer[:-1]]
         segments = self._core.recordings.match(key, list(prompt), 0) if policy.relays else []
-        plan = plan_prefill(len(prompt), 0, segments, self._parts.relay.min_segment_tokens)
+        plan = plan_prefill(len(prompt), 0, segments, self._min_segment_tokens)
         spans = tuple(plan.relay_spans(0, len(prompt)))
-        num_blocks = -(-len(tokens) // self._parts.cache.block_size)
+        num_blocks = -(-len(tokens) // self._block_size)
         blocks = self._core.pool.allocate(num_blocks)
         try:
             block_ids = tuple(block.id for block in blocks)
@@ -84,7 +74,7 @@ class TeacherForcing:
             batch = builder.build(ScheduledBatch((request,), copies))
             num_rows = batch.token_ids.numel()
             rows = tuple(range(num_rows - len(answer), num_rows))
-            logits, counts = self._forward.run(replace(batch, sample_rows=rows))
+            logits, counts = self._core.runner.forward_pass.run(replace(batch, sample_rows=rows))
         finally:
             self._core.pool.release(blocks)
         num_relayed = sum(span.num_tokens for span in spans)

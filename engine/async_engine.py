@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from relaykv.engine.assembly import EngineParts, build_core, prepare
 from relaykv.engine.client import EngineDeadError, EngineStats, ModelCard, SessionInfo
@@ -17,6 +19,14 @@ from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do in the engine thread, between two steps."""
+
+    run: Callable[[], None]
+    refuse: Callable[[Exception], None]  # called instead when the engine has ended
 
 
 class _Sink:
@@ -44,7 +54,9 @@ class AsyncEngine:
         self._core = core
         self._model = parts.card
         self._policies = tuple(parts.policies)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._closing = threading.Lock()  # so that no command is posted behind the last look
+        self._closed = False
         self._sinks: dict[str, _Sink] = {}
         self._stopping = False
         self._died: BaseException | None = None
@@ -63,7 +75,8 @@ class AsyncEngine:
 
     def stop(self) -> None:
         """Ends the engine thread after its current step; unfinished requests get an error."""
-        self._inbox.put(self._stop)
+        with contextlib.suppress(EngineDeadError):
+            self._post(_Command(self._stop, lambda _: None))
         if self._thread.is_alive():
             self._thread.join()
 
@@ -75,7 +88,7 @@ class AsyncEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
         sink = _Sink(asyncio.get_running_loop())
-        self._post(lambda: self._add(request, sink))
+        self._post(_Command(lambda: self._add(request, sink), sink.put))
         finished = False
         try:
             while not finished:
@@ -86,8 +99,10 @@ class AsyncEngine:
                 finished = item.finish_reason is not None
                 yield item
         finally:
-            if not finished and self.is_alive():
-                self._inbox.put(lambda: self._abort(request.request_id))
+            if not finished:
+                with contextlib.suppress(EngineDeadError):
+                    abort = _Command(lambda: self._abort(request.request_id), lambda _: None)
+                    self._post(abort)
 
     async def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
         return await self._ask(lambda: self._core.sessions(tenant))
@@ -98,25 +113,38 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         return await self._ask(self._core.stats)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        if not self.is_alive():
-            raise EngineDeadError("the engine has ended") from self._died
-        self._inbox.put(command)
+    def _post(self, command: _Command) -> None:
+        with self._closing:
+            if self._closed:
+                raise EngineDeadError("the engine has ended") from self._died
+            self._inbox.put(command)
 
     async def _ask(self, question: Callable[[], _T]) -> _T:
         """Runs a function in the engine thread, between two steps."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_T] = loop.create_future()
 
-        def resolve(value: _T) -> None:
-            if not answer.done():
-                answer.set_result(value)
+        def settle(value: _T | None, error: Exception | None) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(cast(_T, value))
+
+        def refuse(error: Exception) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, None, error)
 
         def run() -> None:
-            value = question()
-            loop.call_soon_threadsafe(resolve, value)
+            try:
+                value = question()
+            except Exception as error:
+                refuse(error)
+            else:
+                loop.call_soon_threadsafe(settle, value, None)
 
-        self._post(run)
+        self._post(_Command(run, refuse))
         return await answer
 
     # The rest belongs to the engine thread.
@@ -130,20 +158,30 @@ class AsyncEngine:
         except BaseException as error:
             self._died = error
             _log.exception("the engine thread died")
+        self._close()
+
+    def _close(self) -> None:
+        """Tells everyone who waits that nothing more will come."""
+        with self._closing:
+            self._closed = True
+        error = EngineDeadError("the engine has ended")
         for sink in self._sinks.values():
-            sink.put(EngineDeadError("the engine has ended"))
+            sink.put(error)
         self._sinks.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait().refuse(error)
 
     def _take_commands(self) -> None:
         """Runs all posted commands; waits for one when there is nothing else to do."""
         if not self._core.has_work:
-            self._inbox.get()()
+            self._inbox.get().run()
         while not self._stopping:
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            command()
+            command.run()
 
     def _add(self, request: GenerateRequest, sink: _Sink) -> None:
         try:

@@ -18,7 +18,11 @@ from relaykv.kernels.attention import AttentionBackend
 
 
 class ModelRunner:
-    """Model, KV cache, attention backend and sampler of one device."""
+    """Model, KV cache, attention backend and sampler of one device.
+
+    Attributes:
+        cache, forward_pass: for tools that measure, which use them between two steps.
+    """
 
     def __init__(
         self,
@@ -28,13 +32,9 @@ class ModelRunner:
         hidden_layer: int,
     ) -> None:
         self._model = model
-        self._cache = cache
-        self._forward = ForwardPass(model, cache, attention, hidden_layer)
+        self.cache = cache
+        self.forward_pass = ForwardPass(model, cache, attention, hidden_layer)
         self._sampler = Sampler()
-
-    @property
-    def cache(self) -> KVCache:
-        return self._cache
 
     @property
     def num_layers(self) -> int:
@@ -44,17 +44,17 @@ class ModelRunner:
     def relay(self, copies: Iterable[RelayCopy]) -> None:
         """Brings recorded KV to its place in other prompts."""
         for copy in copies:
-            relay(self._cache, copy, self._model.inv_freq)
+            relay(self.cache, copy, self._model.inv_freq)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
         """Relay copies, then the forward, then a token for every finished chunk."""
         self.relay(batch.copies)
-        builder = ForwardBatchBuilder(self._cache, self.num_layers)
+        builder = ForwardBatchBuilder(self.cache, self.num_layers)
         forward_batch = builder.build(batch)
         if not forward_batch.token_ids.numel():
             return ModelRunnerOutput({}, {})  # a chunk of relayed tokens only
-        logits, recomputed = self._forward.run(forward_batch)
+        logits, recomputed = self.forward_pass.run(forward_batch)
         rows = [r.sampling for r in batch.requests if r.sampling is not None]
         tokens = self._sampler.sample(logits, rows)
         sampled = dict(zip(forward_batch.sample_request_ids, tokens, strict=True))

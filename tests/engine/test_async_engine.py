@@ -149,3 +149,39 @@ def test_a_dying_engine_thread_is_told_to_everyone(monkeypatch: pytest.MonkeyPat
         assert not engine.is_alive()
 
     asyncio.run(main())
+
+
+def test_what_is_still_in_the_inbox_when_the_engine_ends_is_refused() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(tiny_core(), tiny_parts())  # its thread has not started yet
+        question = asyncio.create_task(engine.stats())
+        answer = asyncio.create_task(_collect(engine.generate(request("a", ids(8, 9), 2))))
+        await asyncio.sleep(0)
+        engine._stopping = True
+        engine.start()
+        for task in (question, answer):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
+def test_a_question_that_fails_raises_in_its_caller_and_leaves_the_engine_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        core = tiny_core()
+        engine = AsyncEngine(core, tiny_parts())
+        engine.start()
+        with monkeypatch.context() as patch:
+
+            def explode() -> None:
+                raise KeyError("counted wrong")
+
+            patch.setattr(core, "stats", explode)
+            with pytest.raises(KeyError):
+                await engine.stats()
+        assert (await engine.stats()).num_used_blocks == 0
+        engine.stop()
+
+    asyncio.run(main())
