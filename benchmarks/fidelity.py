@@ -72,7 +72,7 @@ class Fidelity:
             for handoff in handoffs
             for index, producer in enumerate(handoff.producers)
         ]
-        texts = _run(self._core, requests)
+        texts = run(self._core, requests)
         return {h.id: [texts[f"{h.id}/{i}"][0] for i in range(len(h.producers))] for h in handoffs}
 
     def score(
@@ -86,7 +86,7 @@ class Fidelity:
         prompt = self._prompt(handoff.consumer.system, handoff.consumer.user(outputs))
         sampling = SamplingParams(num_answer_tokens, temperature=0.0, ignore_eos=True)
         reader = GenerateRequest(f"{handoff.id}/reader", prompt, sampling)
-        answer = _run(self._core, [reader])[reader.request_id][1]
+        answer = run(self._core, [reader])[reader.request_id][1]
         key = SessionKey("", handoff.id)
         full = self._forcing.score(key, prompt, answer, Policy("full", relays=False))
         tokens = sum(len(self._parts.tokenizer.encode(text)) for text in outputs)
@@ -101,9 +101,10 @@ class Fidelity:
         return tuple(self._parts.tokenizer.encode(self._template.render(messages)))
 
 
-def _run(
+def run(
     core: EngineCore, requests: list[GenerateRequest]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Serves requests together; the text and the token ids of each answer, by request id."""
     for request in requests:
         core.add(request)
     results: dict[str, tuple[str, tuple[int, ...]]] = {r.request_id: ("", ()) for r in requests}
