@@ -77,8 +77,8 @@ def session() -> str:
     return next(_sessions)
 
 
-def _about(content: str, role: str = "user") -> list[dict[str, str]]:
-    messages = [{"role": "system", "content": _READER}, {"role": role, "content": content}]
+def _about(content: str, role: str = "user") -> list[Any]:
+    messages: list[Any] = [{"role": "system", "content": _READER}, {"role": role, "content": content}]
     if role != "user":
         messages.append({"role": "user", "content": "What do you think of it?"})
     return messages
