@@ -20,8 +20,11 @@ _REVIEW = "You are a strict editor. Review this draft:\n\n{draft}\n\nName its wo
 @pytest.fixture(scope="module")
 def api(default_model_dir: Path) -> Iterator[openai.OpenAI]:
     assert default_model_dir.is_dir()
-    with running_server(None) as root:
-        yield openai.OpenAI(base_url=f"{root}/v1", api_key="none", max_retries=0)
+    with (
+        running_server(None) as root,
+        openai.OpenAI(base_url=f"{root}/v1", api_key="none", max_retries=0) as api,
+    ):
+        yield api
 
 
 def test_what_a_text_completion_wrote_is_relayed_into_another(api: openai.OpenAI) -> None:

@@ -78,7 +78,10 @@ def session() -> str:
 
 
 def _about(content: str, role: str = "user") -> list[Any]:
-    messages: list[Any] = [{"role": "system", "content": _READER}, {"role": role, "content": content}]
+    messages: list[Any] = [
+        {"role": "system", "content": _READER},
+        {"role": role, "content": content},
+    ]
     if role != "user":
         messages.append({"role": "user", "content": "What do you think of it?"})
     return messages
