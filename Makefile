@@ -2,7 +2,7 @@
 #   PYTHON       the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV         where that environment is
 #   TORCH_INDEX  one more package index to look for torch in
-#   ARGS         further arguments of `serve`, `demo`, `test` and `test-slow`
+#   ARGS         further arguments of `serve`, `demo`, `test`, `test-slow` and `test-clients`
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
@@ -11,14 +11,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+SCHEMATHESIS := $(VENV)/schemathesis/bin/schemathesis
 PACKAGES := server engine kernels clients
 SCRIPTS := tests benchmarks
-# Each is checked for itself, as it runs: with its own folder on the path. The tests of the
-# benchmarks also import from the two folders that `check` adds.
+# Each is checked for itself, as it runs: with its own folder on the path. Some
+# tests share helpers of other folders, which `check` adds.
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup links serve demo check test test-slow test-all bench clean
+.PHONY: help setup links serve demo check test test-slow test-all test-clients bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list these verbs
@@ -51,13 +52,14 @@ check: setup links  ## lint, formatting and types
 	$(BIN)/mypy $(PACKAGES:%=-p relaykv.%)
 	@set -e; for folder in $(SCRIPT_FOLDERS); do \
 		echo "mypy $$folder"; \
-		MYPYPATH="$$folder:tests/clients:benchmarks" $(BIN)/mypy $$folder*.py; \
+		MYPYPATH="$$folder:tests/clients:benchmarks:tests/server:tests/engine" \
+			$(BIN)/mypy $$folder*.py; \
 	done
 
 # Two threads at most, so that timings and rounding do not depend on the machine's size.
 # Idle threads sleep soon: spinning ones would starve the others on a busy machine.
-test test-slow: export GOMP_SPINCOUNT ?= 1000
-test test-slow: export OMP_NUM_THREADS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); \
+test test-slow test-clients: export GOMP_SPINCOUNT ?= 1000
+test test-slow test-clients: export OMP_NUM_THREADS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); \
 	test $$n -gt 2 && echo 2 || echo $$n)
 
 test: setup  ## the tests that are not slow; minutes, and the default model once
@@ -68,11 +70,22 @@ test-slow: setup  ## the slow tests alone
 
 test-all: test test-slow  ## every test
 
+# Each client is installed once, into an environment of its own under RELAYKV_HOME: 2 GB.
+test-clients: setup  ## agent programs of real clients, which it installs; not in test-all
+	$(BIN)/python tests/real_clients/install_clients.py
+	$(BIN)/python -m pytest -m clients tests/real_clients $(ARGS)
+
+# schemathesis pins its own versions of what the tests use, so it has an environment of its own.
+test-api: setup  ## schemathesis on the OpenAPI document: more than 2,000 requests
+	test -x $(SCHEMATHESIS) || $(PYTHON) -m venv $(VENV)/schemathesis
+	$(VENV)/schemathesis/bin/python -m pip --disable-pip-version-check install -q schemathesis==4.32.5
+	$(BIN)/python tests/cases/api_check.py $(SCHEMATHESIS) $(ARGS)
+
 bench: setup  ## list the benchmarks and how to run them
 	@for script in $$(grep -l '^if __name__' benchmarks/*.py); do \
 		printf '%s\n    %s\n' "$$(sed -n '1s/"""//gp' $$script)" "$(BIN)/python $$script --help"; \
 	done
 
 clean:  ## remove what these verbs made; the models in RELAYKV_HOME stay
-	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find $(PACKAGES) $(SCRIPTS) -name __pycache__ -type d -prune -exec rm -rf {} +

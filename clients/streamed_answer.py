@@ -11,6 +11,7 @@ import openai
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 
+from relaykv.clients.openai_client import relay_of
 from relaykv.clients.server_process import is_loopback
 
 
@@ -28,6 +29,12 @@ class PromptTokens:
     recomputed: int  # relayed, then partly computed again
     computed: int
     recomputed_share: float = 0.0  # of the relayed segments' layer-tokens
+
+    def __str__(self) -> str:
+        return (
+            f"prompt {self.total}: {self.prefix} prefix, {self.relayed} relayed,"
+            f" {self.recomputed} repaired, {self.computed} computed"
+        )
 
     @property
     def layer_share(self) -> float:
@@ -94,7 +101,7 @@ def stream_answer(
     )
     for chunk in _chunks(stream):
         usage = chunk.usage or usage
-        relay = _relay_of(chunk) or relay
+        relay = relay_of(chunk) or relay
         for choice in chunk.choices:
             pieces.append(choice.delta.content or "")
             finished = finished or choice.finish_reason is not None
@@ -111,7 +118,7 @@ def stream_answer(
         num_output_tokens=usage.completion_tokens,
         first_token_s=first_token_s,
         total_s=total_s,
-        prompt=_prompt_tokens(usage, relay),
+        prompt=prompt_tokens(usage, relay),
         reason=None if relay is None else relay.get("reason"),
     )
 
@@ -127,12 +134,8 @@ def _chunks(stream: openai.Stream[ChatCompletionChunk]) -> Iterator[ChatCompleti
         raise IncompleteAnswerError(f"the stream broke off: {error}") from error
 
 
-def _relay_of(chunk: ChatCompletionChunk) -> Mapping[str, Any] | None:
-    relay = (chunk.model_extra or {}).get("relay")
-    return relay if isinstance(relay, Mapping) else None
-
-
-def _prompt_tokens(usage: CompletionUsage, relay: Mapping[str, Any] | None) -> PromptTokens:
+def prompt_tokens(usage: CompletionUsage, relay: Mapping[str, Any] | None) -> PromptTokens:
+    """Where a prompt came from: by `relay` where there is one, else by the usage."""
     total = usage.prompt_tokens
     if relay is not None:
         tokens = relay["tokens"]

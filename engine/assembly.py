@@ -16,6 +16,7 @@ from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import ModelCard
 from relaykv.engine.config import CacheConfig, ModelConfig, RelayConfig, SchedulerConfig
 from relaykv.engine.core import EngineCore
+from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.loader import load_model, resolve_model
 from relaykv.engine.model_runner import ModelRunner
@@ -73,10 +74,11 @@ def prepare(options: EngineOptions) -> EngineParts:
         )
     cache = _cache_config(options, model.config, dtype)
     max_model_len = _max_model_len(options, model.config, cache)
+    tokenizer = Tokenizer.from_folder(folder)
     return EngineParts(
         folder=folder,
         model=model,
-        tokenizer=Tokenizer.from_folder(folder),
+        tokenizer=tokenizer,
         fingerprint=f"{fingerprint}:{options.dtype}",
         policies=policies,
         hidden_layer=bands.inject,
@@ -90,7 +92,8 @@ def prepare(options: EngineOptions) -> EngineParts:
         card=ModelCard(
             name=options.served_model_name or (name if name != str(folder) else folder.name),
             max_model_len=max_model_len,
-            vocab_size=model.config.vocab_size,
+            # Logits may be padded beyond the tokens that exist.
+            vocab_size=min(model.config.vocab_size, tokenizer.vocab_size),
             created=int(time.time()),
         ),
     )
@@ -107,7 +110,8 @@ def build_core(parts: EngineParts) -> EngineCore:
         cache_config.block_size,
         parts.model.dtype,
     )
-    runner = ModelRunner(parts.model, cache, attention, parts.hidden_layer)
+    grammars = GrammarMatchers(parts.tokenizer, config.vocab_size, config.eos_token_ids)
+    runner = ModelRunner(parts.model, cache, attention, parts.hidden_layer, grammars)
     pool = BlockPool(cache_config.num_blocks)
     prefix_cache = PrefixCache(pool, cache_config.block_size, parts.fingerprint)
     relay = parts.relay

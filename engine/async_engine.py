@@ -45,7 +45,7 @@ class AsyncEngine:
     """Runs a core in a thread of its own.
 
     The methods of `EngineClient`, `start` and `stop` belong to the asyncio thread; everything
-    that touches `_core` and `_sinks` is posted to the inbox and runs in the engine thread.
+    else that touches `_core` and `_sinks` is posted to the inbox and runs in the engine thread.
     """
 
     def __init__(self, core: EngineCore, parts: EngineParts) -> None:
@@ -87,6 +87,8 @@ class AsyncEngine:
         return self._thread.is_alive() and self.is_alive()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+        if request.sampling.grammar is not None:
+            await asyncio.to_thread(self._core.prepare, request)
         sink = _Sink(asyncio.get_running_loop())
         self._post(_Command(lambda: self._add(request, sink), sink.put))
         finished = False

@@ -18,12 +18,14 @@ class SamplingRow:
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    request_id: str = ""  # nothing depends on it; a grammar's state is found again by it
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     token_id: int
     logprob: TokenLogprob | None  # when the request asked for log-probabilities
+    error: str | None = None  # why this request cannot go on; the token means nothing then
 
 
 @dataclass(frozen=True, slots=True)

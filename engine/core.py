@@ -32,7 +32,7 @@ class _Answer:
 
 
 class EngineCore:
-    """Holds everything of one engine. Every method belongs to the engine thread.
+    """Holds everything of one engine. All methods but `prepare` belong to the engine thread.
 
     Attributes:
         runner, pool, recordings: the device, the blocks and what sessions have recorded; public
@@ -68,6 +68,16 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    def prepare(self, spec: GenerateRequest) -> None:
+        """Does what a request needs and other requests should not wait for. For any thread.
+
+        Raises:
+            GrammarError: the request's grammar does not compile.
+        """
+        grammar, grammars = spec.sampling.grammar, self.runner.grammars
+        if grammar is not None and grammars is not None:
+            grammars.compile(grammar)
 
     def add(self, spec: GenerateRequest) -> None:
         """Takes a request in.
@@ -165,23 +175,27 @@ class EngineCore:
         return policy
 
     def _update(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> list[RequestOutput]:
-        ended = {i for i, token in output.sampled.items() if self._is_end(i, token.token_id)}
+        ended = {i for i, token in output.sampled.items() if self._is_end(i, token)}
         self._scheduler.update(batch, output, ended)
         outputs = []
         for request_id, token in output.sampled.items():
             request = self._scheduler[request_id]
-            if request_id in ended:
+            if token.error is not None:
+                outputs.append(self._finish(request, FinishReason.ERROR, "", error=token.error))
+            elif request_id in ended:
                 text = self._answers[request_id].detokenizer.finish()
                 outputs.append(self._finish(request, FinishReason.STOP, text))
             else:
                 outputs.append(self._advance(request, token))
         return outputs
 
-    def _is_end(self, request_id: str, token_id: int) -> bool:
+    def _is_end(self, request_id: str, token: SampledToken) -> bool:
         params = self._scheduler[request_id].spec.sampling
-        if token_id in params.stop_token_ids:
+        if token.error is not None or token.token_id in params.stop_token_ids:
             return True
-        return token_id in self._eos_token_ids and not params.ignore_eos
+        # Nothing but an end of turn can follow a grammar that is satisfied.
+        goes_on = params.ignore_eos and params.grammar is None
+        return token.token_id in self._eos_token_ids and not goes_on
 
     def _advance(self, request: Request, token: SampledToken) -> RequestOutput:
         """Turns a new token into text and finds out whether it is the last."""

@@ -10,6 +10,7 @@ import torch
 from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch
 from relaykv.engine.forward_batch import ForwardBatchBuilder
 from relaykv.engine.forward_pass import ForwardPass
+from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.relay import relay
@@ -22,6 +23,7 @@ class ModelRunner:
 
     Attributes:
         cache, forward_pass: for tools that measure, which use them between two steps.
+        grammars: of constrained decoding; None when the engine has none.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class ModelRunner:
         cache: KVCache,
         attention: AttentionBackend[Any],
         hidden_layer: int,
+        grammars: GrammarMatchers | None = None,
     ) -> None:
         self._model = model
         self.cache = cache
         self.forward_pass = ForwardPass(model, cache, attention, hidden_layer)
-        self._sampler = Sampler()
+        self.grammars = grammars
+        self._sampler = Sampler(grammars)
 
     @property
     def num_layers(self) -> int:

@@ -17,6 +17,21 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the engine failed; the request's text so far is all there is
 
 
+class GrammarKind(enum.StrEnum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"  # JSON on one line that satisfies the schema
+    LARK = "lark"  # llguidance's dialect of Lark
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must look like, as text; `engine/grammar.py` checks and compiles it."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Every field is already validated (the server parses)."""
@@ -35,6 +50,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: no log-probabilities; n: the chosen one and the top n
+    grammar: GrammarSpec | None = None  # once it is satisfied only an end-of-turn token may follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relaykv.engine.batch import SampledToken, SamplingRow
+from relaykv.engine.grammar import GrammarError, GrammarMatchers
 from relaykv.engine.request import SamplingParams, TokenLogprob
 from relaykv.kernels.sampling import (
     apply_logit_bias,
     apply_penalties,
     apply_temperature,
+    apply_token_mask,
     filter_min_p,
     filter_top_k,
     filter_top_p,
@@ -22,11 +25,15 @@ from relaykv.kernels.sampling import (
 
 
 class Sampler:
-    """Penalties, bias, temperature, top-k, top-p, min-p, then the draw, in this order.
+    """Penalties, bias, grammar, temperature, top-k, top-p, min-p, then the draw, in this order.
 
-    A row's token depends on its logits and its `SamplingRow` alone, not on the other rows, and
-    no state is kept between steps: a request that was preempted continues as if it had not been.
+    A row's token depends on its logits and its `SamplingRow` alone, not on the other rows or on
+    earlier steps: a request that was preempted continues as if it had not been.
     """
+
+    def __init__(self, grammars: GrammarMatchers | None = None) -> None:
+        """Without `grammars`, rows that have a grammar end with an error."""
+        self._grammars = grammars
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Chooses one token per row.
@@ -44,14 +51,35 @@ class Sampler:
         if not rows:
             return []
         finite = logits.amax(dim=-1).isfinite()
+        masks, errors = self._masks(rows)
         # One copy to the host carries both the tokens and whether they mean anything.
-        token_ids: list[int] = torch.where(finite, _choose(logits, rows), -1).tolist()
+        token_ids: list[int] = torch.where(finite, _choose(logits, rows, masks), -1).tolist()
         if -1 in token_ids:
             raise FloatingPointError(f"the logits of row {token_ids.index(-1)} are not finite")
-        return [
-            SampledToken(token_id, _logprob(logits[index], token_id, row.params.num_logprobs))
-            for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
-        ]
+        tokens = []
+        for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True)):
+            logprob = _logprob(logits[index], token_id, row.params.num_logprobs)
+            tokens.append(SampledToken(token_id, logprob, errors.get(index)))
+        return tokens
+
+    def _masks(self, rows: Sequence[SamplingRow]) -> tuple[dict[int, bytes], dict[int, str]]:
+        """By row: the tokens its grammar allows, or why it has none to allow."""
+        masks: dict[int, bytes] = {}
+        errors: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            spec = row.params.grammar
+            if spec is None:
+                continue
+            if self._grammars is None:
+                errors[index] = "this engine has no constrained decoding"
+                continue
+            try:
+                masks[index] = self._grammars.mask(row.request_id, spec, row.output_token_ids)
+            except GrammarError as error:
+                errors[index] = f"constrained decoding failed: {error}"
+        if self._grammars is not None:
+            self._grammars.keep([row.request_id for row in rows])
+        return masks, errors
 
 
 def uniform(seed: int, index: int) -> float:
@@ -60,19 +88,23 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Token ids [n] for logits [n, V]."""
+def _choose(logits: Tensor, rows: Sequence[SamplingRow], masks: Mapping[int, bytes]) -> Tensor:
+    """Token ids [n] for logits [n, V]; masks by row."""
     slow = [index for index, row in enumerate(rows) if not _is_plain_greedy(row.params)]
     if not slow:
         return logits.argmax(dim=-1)  # of equal logits, the lowest id
     at_slow = torch.tensor(slow, device=logits.device)
-    chosen = _choose_slow(logits[at_slow], [rows[index] for index in slow])
+    chosen = _choose_slow(
+        logits[at_slow],
+        [rows[index] for index in slow],
+        {place: masks[index] for place, index in enumerate(slow) if index in masks},
+    )
     if len(slow) == len(rows):
         return chosen
     return logits.argmax(dim=-1).index_copy(0, at_slow, chosen)
 
 
-def _choose_slow(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _choose_slow(logits: Tensor, rows: Sequence[SamplingRow], masks: Mapping[int, bytes]) -> Tensor:
     """As `_choose`, for rows that draw or whose logits are changed first."""
     logits = _where(logits, rows, _has_penalty, _penalise)
     for index, row in enumerate(rows):
@@ -83,6 +115,11 @@ def _choose_slow(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
             logits = logits.index_copy(
                 0, torch.tensor([index], device=logits.device), biased.unsqueeze(0)
             )
+    for index, mask in masks.items():
+        masked = apply_token_mask(logits[index], _bits(mask, logits))
+        logits = logits.index_copy(
+            0, torch.tensor([index], device=logits.device), masked.unsqueeze(0)
+        )
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
     if not drawn:
         return logits.argmax(dim=-1)
@@ -167,8 +204,17 @@ def _has_penalty(params: SamplingParams) -> bool:
     )
 
 
+def _bits(mask: bytes, logits: Tensor) -> Tensor:
+    """Bool [V] of a bit mask, lowest bit first."""
+    bits = np.unpackbits(
+        np.frombuffer(mask, dtype=np.uint8), bitorder="little", count=logits.shape[-1]
+    )
+    return torch.from_numpy(bits).to(logits.device).bool()
+
+
 def _is_plain_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not params.logit_bias and not _has_penalty(params)
+    changes_logits = params.logit_bias or params.grammar is not None or _has_penalty(params)
+    return params.temperature == 0 and not changes_logits
 
 
 def _logprob(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:

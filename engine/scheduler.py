@@ -179,6 +179,7 @@ class Scheduler:
                 request.seed,
                 request.spec.prompt_token_ids,
                 request.output_token_ids,
+                request.id,
             )
         return ScheduledRequest(
             request_id=request.id,

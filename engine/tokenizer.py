@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -67,6 +68,13 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's logits may be wider (padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """Special tokens that this tokenizer itself puts in front of a text, such as BOS."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(id_ for id_, _ in itertools.takewhile(lambda entry: entry[1], marked))
+
     def encode(self, text: str) -> list[int]:
         """Token ids of the text. Special tokens are recognised in it but none are added.
 
@@ -77,7 +85,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError("the text holds a lone surrogate") from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # Unlike `encode` this lets other threads run all the while: a text may take seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids. Bytes that are no UTF-8 become U+FFFD; unknown ids are left out."""

@@ -47,6 +47,11 @@ def apply_logit_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
     return logits.index_add(0, token_ids, bias)
 
 
+def apply_token_mask(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Keeps the logits [V] of tokens that are allowed [V] (bool); returns new logits [V]."""
+    return logits.masked_fill(~allowed, float("-inf"))
+
+
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Divides logits [n, V] by temperature [n] (> 0), the greatest logit of a row set to 0.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from relaykv.server.errors import ApiError, bad_request, from_validation, json_kind
+from relaykv.server.errors import ApiError, bad_request, from_validation, json_kind, param_path
 
 _LARGE_BODY_BYTES = 256 * 1024  # parsed beside the event loop from here on
+
+# Strict UTF-8 holds no surrogates; only escapes can spell them.
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,6 +54,8 @@ def _too_large(max_body_bytes: int) -> ApiError:
 def _parse(body: bytes, model: type[Model]) -> Model:
     constants: list[str] = []  # NaN and Infinity, which Python reads and JSON does not know
     value = _parse_object(body, constants)
+    if _SURROGATE_ESCAPE.search(body):
+        _refuse_surrogates(value)
     try:
         parsed = model.model_validate(value)
     except ValidationError as error:
@@ -57,6 +63,30 @@ def _parse(body: bytes, model: type[Model]) -> Model:
     if constants:
         raise bad_request(f"The request body is not valid JSON: {constants[0]} is not a number.")
     return parsed
+
+
+def _refuse_surrogates(body: dict[str, Any]) -> None:
+    """Half a surrogate pair has no UTF-8 form: no tokenizer takes it and no answer can hold it."""
+    places: list[tuple[tuple[int | str, ...], Any]] = [((), body)]
+    while places:
+        path, value = places.pop()
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                _check_text(key, path)
+                places.append(((*path, key), entry))
+        elif isinstance(value, list):
+            places.extend(((*path, index), entry) for index, entry in enumerate(value))
+        elif isinstance(value, str):
+            _check_text(value, path)
+
+
+def _check_text(text: str, path: tuple[int | str, ...]) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        param = param_path(path)
+        message = f"Invalid '{param}': the text holds an unpaired surrogate."
+        raise bad_request(message, param=param or None) from None
 
 
 def _parse_object(body: bytes, constants: list[str]) -> dict[str, Any]:

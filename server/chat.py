@@ -11,27 +11,37 @@ from dataclasses import dataclass
 from relaykv.engine.client import EngineClient, ModelCard
 from relaykv.engine.request import (
     GenerateRequest,
+    GrammarSpec,
     RelayOptions,
     SamplingParams,
     TokenLogprob,
 )
 from relaykv.server.errors import ApiError, bad_request, context_overflow
 from relaykv.server.prompt import ServerTokenizer
-from relaykv.server.protocol import ChatCompletionRequest
+from relaykv.server.protocol import GenerationRequest
 from relaykv.server.responses import ChoiceLogprobs, TokenLogprobBody, TopLogprob
+from relaykv.server.tool_calls import AnswerParser, answer_parser
+from relaykv.server.tool_form import ToolForm
+from relaykv.server.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPlan:
+class AnswerPlan:
     """Everything that is fixed about an answer before its first token."""
 
     completion_id: str
     created: int  # seconds since the epoch
     model: str
     system_fingerprint: str
-    requests: tuple[GenerateRequest, ...]  # one per choice
+    requests: tuple[GenerateRequest, ...]  # one per choice; a prompt's choices follow each other
     include_usage: bool  # in a stream
     explain: bool  # list the relayed segments
+    tools: ToolUse | None = None  # that the answer may call
+    tool_form: ToolForm = ToolForm.GENERIC
+
+    def parser(self) -> AnswerParser:
+        """What splits one choice into text and calls."""
+        return answer_parser(self.tools, self.tool_form)
 
 
 def model_names(card: ModelCard) -> tuple[str, ...]:
@@ -57,36 +67,42 @@ def check_model(name: str | None, card: ModelCard) -> None:
     raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def plan_chat(
-    body: ChatCompletionRequest,
-    prompt: tuple[int, ...],
+def plan_answer(
+    body: GenerationRequest,
+    prompts: Sequence[tuple[int, ...]],
     engine: EngineClient,
     *,
     session: str | None,
     tenant: str,
     version: str,
-) -> ChatPlan:
-    """Puts a body's wishes into the engine's values, one request per choice.
+    grammar: GrammarSpec | None = None,
+    id_prefix: str = "chatcmpl-",
+    prompt_param: str = "messages",
+) -> AnswerPlan:
+    """Puts a body's wishes into the engine's values, one request per prompt and choice.
 
     Raises:
         ApiError: 400 for an unknown policy or token id and for a prompt that fills the context.
     """
-    sampling = sampling_params(body, len(prompt), engine.model)
     relay = relay_options(body, session, engine.policies)
-    completion_id = f"chatcmpl-{secrets.token_hex(12)}"
-    num_choices = body.n or 1
+    completion_id = f"{id_prefix}{secrets.token_hex(12)}"
+    wanted = []
+    for prompt in prompts:
+        sampling = sampling_params(body, len(prompt), engine.model, prompt_param)
+        sampling = dataclasses.replace(sampling, grammar=grammar)
+        wanted += [(prompt, _for_choice(sampling, index)) for index in range(body.num_choices)]
     requests = tuple(
         GenerateRequest(
-            request_id=completion_id if num_choices == 1 else f"{completion_id}-{index}",
+            request_id=completion_id if len(wanted) == 1 else f"{completion_id}-{index}",
             prompt_token_ids=prompt,
-            sampling=_for_choice(sampling, index),
+            sampling=sampling,
             relay=relay,
             tenant=tenant,
         )
-        for index in range(num_choices)
+        for index, (prompt, sampling) in enumerate(wanted)
     )
     options = body.stream_options
-    return ChatPlan(
+    return AnswerPlan(
         completion_id=completion_id,
         created=int(time.time()),
         model=engine.model.name,
@@ -98,7 +114,7 @@ def plan_chat(
 
 
 def sampling_params(
-    body: ChatCompletionRequest, num_prompt_tokens: int, card: ModelCard
+    body: GenerationRequest, num_prompt_tokens: int, card: ModelCard, prompt_param: str
 ) -> SamplingParams:
     """How to sample. A limit beyond the room left in the context is cut to that room.
 
@@ -107,11 +123,9 @@ def sampling_params(
     """
     room = card.max_model_len - num_prompt_tokens
     if room < 1:
-        raise context_overflow(num_prompt_tokens, card.max_model_len)
+        raise context_overflow(num_prompt_tokens, card.max_model_len, prompt_param)
     if num_prompt_tokens < 1:
-        raise bad_request("The messages give an empty prompt.", param="messages")
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        raise bad_request(f"'{prompt_param}' gives an empty prompt.", param=prompt_param)
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(tuple(body.logit_bias), card, "logit_bias")
     check_token_ids(stop_token_ids, card, "stop_token_ids")
@@ -148,7 +162,7 @@ def check_token_ids(ids: Sequence[int], card: ModelCard, param: str) -> None:
 
 
 def relay_options(
-    body: ChatCompletionRequest, session: str | None, policies: Sequence[str]
+    body: GenerationRequest, session: str | None, policies: Sequence[str]
 ) -> RelayOptions:
     """What the request wants of relaying.
 
@@ -180,7 +194,7 @@ def choice_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: ServerTokenizer
         return TopLogprob(
             token=tokenizer.decode((token_id,), skip_special_tokens=False),
             bytes=list(tokenizer.token_bytes(token_id)),
-            logprob=_finite(logprob),
+            logprob=finite(logprob),
         )
 
     content = []
@@ -201,6 +215,7 @@ def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can spell."""
     # JSON has no infinity; OpenAI writes this for "practically impossible".
     return max(logprob, -9999.0)

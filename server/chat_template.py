@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from relaykv.server.protocol import ChatMessage
+from relaykv.server.protocol import CalledFunction, ChatMessage, MessageToolCall
+from relaykv.server.tool_form import ToolForm, tool_form_of
 
+_Renderer = Callable[[str, list[dict[str, Any]], Sequence[dict[str, Any]], Mapping[str, str]], str]
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -20,8 +23,16 @@ class ChatTemplate(Protocol):
         """Texts that the tokenizer reads as control tokens."""
         ...
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    @property
+    def tool_form(self) -> ToolForm:
+        """How it teaches its model to call tools."""
+        ...
+
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt's text, ending where the assistant's next turn starts.
+
+        Tools, and messages that call them or tell their results, only come here when the
+        template has a form for them.
 
         Raises:
             Exception: whatever the template raises; its text tells the reason.
@@ -42,6 +53,7 @@ class HuggingFaceTemplate:
         self._source = source
         self._special_tokens = special_tokens
         self._named_tokens = dict(named_tokens or {})
+        self._tool_form = tool_form_of(source)
         self._render = _library_renderer()
 
     @classmethod
@@ -66,10 +78,14 @@ class HuggingFaceTemplate:
     def special_tokens(self) -> tuple[str, ...]:
         return self._special_tokens
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    @property
+    def tool_form(self) -> ToolForm:
+        return self._tool_form
+
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         if "developer" not in self._source:
             messages = [_without_developer(message) for message in messages]
-        return self._render(self._source, messages, self._named_tokens)
+        return self._render(self._source, messages, tools, self._named_tokens)
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -81,32 +97,49 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_call_id is not None:
         values["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        values["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+        values["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    elif message.function_call is not None:
+        function = _template_function(message.function_call)
+        values["tool_calls"] = [{"type": "function", "function": function}]
     return values
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call  # what a model wrote need not be JSON; the text is shown as it is
-    return {**call, "function": {**function, "arguments": arguments}}
+def _template_call(call: MessageToolCall) -> dict[str, Any]:
+    values: dict[str, Any] = {"type": "function", "function": _template_function(call.function)}
+    if call.id is not None:
+        values["id"] = call.id
+    return values
+
+
+def _template_function(function: CalledFunction) -> dict[str, Any]:
+    arguments: Any = function.arguments
+    if isinstance(arguments, str):
+        # What a model wrote need not be JSON; the text is shown as it is then.
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+    return {"name": function.name, "arguments": {} if arguments is None else arguments}
 
 
 def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _library_renderer() -> Callable[[str, list[dict[str, Any]], Mapping[str, str]], str]:
+def _library_renderer() -> _Renderer:
     # Imported here because it takes a second and only a server with a real model needs it.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(source: str, messages: list[dict[str, Any]], named: Mapping[str, str]) -> str:
+    def render(
+        source: str,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        named: Mapping[str, str],
+    ) -> str:
         texts, _ = render_jinja_template(
-            [messages], chat_template=source, add_generation_prompt=True, **named
+            [messages],
+            tools=list(tools) or None,
+            chat_template=source,
+            add_generation_prompt=True,
+            **named,
         )
         return str(texts[0])
 

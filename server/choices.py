@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from relaykv.engine.client import EngineClient
-from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
+from relaykv.engine.relay_report import RelayReport
+from relaykv.engine.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    TokenLogprob,
+    Usage,
+)
 from relaykv.server.errors import ApiError
+from relaykv.server.responses import finish_reason_text
 
 _Event = tuple[int, RequestOutput | Exception | None]  # None: that choice has ended
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """A choice from its start to its end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
+    usage: Usage
+    finish_reason: str  # in OpenAI's words
+    relay: RelayReport | None
 
 
 class ChoiceOutputs:
     """Outputs of all choices in order of arrival; leaving the context aborts what still runs.
 
-    Choices after the first start when the first has produced something: by then the prompt is in
-    the prefix cache, so that it is computed once.
+    Choices that share a prompt start when the first of them has produced something: by then the
+    prompt is in the prefix cache, so that it is computed once.
     """
 
     def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
@@ -26,9 +47,11 @@ class ChoiceOutputs:
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._num_ended = 0
+        self._followers = _followers(requests)
 
     async def __aenter__(self) -> ChoiceOutputs:
-        self._start(0)
+        for leader in self._followers:
+            self._start(leader)
         return self
 
     async def __aexit__(
@@ -52,9 +75,8 @@ class ChoiceOutputs:
         """
         while self._num_ended < len(self._requests):
             index, event = await self._events.get()
-            if len(self._tasks) < len(self._requests):
-                for later in range(1, len(self._requests)):
-                    self._start(later)
+            for follower in self._followers.pop(index, ()):
+                self._start(follower)
             if isinstance(event, Exception):
                 raise event
             if event is not None:
@@ -77,6 +99,50 @@ class ChoiceOutputs:
             self._events.put_nowait((index, error))
         else:
             self._events.put_nowait((index, None))
+
+
+async def finished_choices(
+    engine: EngineClient, requests: Sequence[GenerateRequest]
+) -> list[FinishedChoice]:
+    """Generates every choice to its end.
+
+    Raises:
+        ApiError: a choice failed.
+        EngineDeadError: the engine has ended.
+    """
+    outputs: list[list[RequestOutput]] = [[] for _ in requests]
+    async with ChoiceOutputs(engine, requests) as arriving:
+        while (item := await arriving.next()) is not None:
+            index, output = item
+            outputs[index].append(output)
+    return [_finished(of_choice) for of_choice in outputs]
+
+
+def _finished(outputs: Sequence[RequestOutput]) -> FinishedChoice:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    reports = [output.relay for output in outputs if output.relay is not None]
+    return FinishedChoice(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        usage=last.usage,
+        finish_reason=finish_reason_text(last.finish_reason),
+        relay=reports[-1] if reports else None,
+    )
+
+
+def _followers(requests: Sequence[GenerateRequest]) -> dict[int, list[int]]:
+    """By the first request with a prompt: the others that have the same one."""
+    leaders: dict[tuple[int, ...], int] = {}
+    followers: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        leader = leaders.setdefault(request.prompt_token_ids, index)
+        if leader == index:
+            followers[index] = []
+        else:
+            followers[leader].append(index)
+    return followers
 
 
 def _regular(output: RequestOutput) -> RequestOutput:

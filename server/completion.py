@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from relaykv.engine.client import EngineClient
-from relaykv.engine.relay_report import RelayReport
-from relaykv.engine.request import RequestOutput, TokenLogprob, Usage
-from relaykv.server.chat import ChatPlan, choice_logprobs
-from relaykv.server.choices import ChoiceOutputs
+from relaykv.server.chat import AnswerPlan, choice_logprobs
+from relaykv.server.choices import FinishedChoice, finished_choices
 from relaykv.server.prompt import ServerTokenizer
 from relaykv.server.responses import (
     AnswerMessage,
     ChatCompletion,
     Choice,
-    finish_reason_text,
+    chat_finish_reason,
     relay_result,
+    tool_call_body,
     usage_body,
 )
-
-
-@dataclass(slots=True)
-class _ChoiceSoFar:
-    """What a choice has produced; one for each, filled by `complete_chat` alone."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    last: RequestOutput | None = None
-    relay: RelayReport | None = None
+from relaykv.server.tool_calls import ToolCall
 
 
 async def complete_chat(
-    plan: ChatPlan, engine: EngineClient, tokenizer: ServerTokenizer
+    plan: AnswerPlan, engine: EngineClient, tokenizer: ServerTokenizer
 ) -> ChatCompletion:
     """Generates every choice to its end.
 
@@ -39,23 +27,16 @@ async def complete_chat(
         ApiError: a choice failed.
         EngineDeadError: the engine has ended.
     """
-    choices = [_ChoiceSoFar() for _ in plan.requests]
-    async with ChoiceOutputs(engine, plan.requests) as outputs:
-        while (item := await outputs.next()) is not None:
-            index, output = item
-            choice = choices[index]
-            choice.texts.append(output.text)
-            choice.logprobs.extend(output.logprobs)
-            choice.last = output
-            choice.relay = output.relay or choice.relay
-    usages = [_last_output(choice).usage for choice in choices]
+    choices = await finished_choices(engine, plan.requests)
     completion = ChatCompletion(
         id=plan.completion_id,
         object="chat.completion",
         created=plan.created,
         model=plan.model,
         choices=[_choice(index, choice, plan, tokenizer) for index, choice in enumerate(choices)],
-        usage=usage_body(usages[0], _num_output_tokens(usages)),
+        usage=usage_body(
+            choices[0].usage, sum(choice.usage.num_output_tokens for choice in choices)
+        ),
         system_fingerprint=plan.system_fingerprint,
     )
     report = choices[0].relay
@@ -64,22 +45,22 @@ async def complete_chat(
     return completion
 
 
-def _choice(index: int, choice: _ChoiceSoFar, plan: ChatPlan, tokenizer: ServerTokenizer) -> Choice:
-    reason = _last_output(choice).finish_reason
-    assert reason is not None
+def _choice(
+    index: int, choice: FinishedChoice, plan: AnswerPlan, tokenizer: ServerTokenizer
+) -> Choice:
     wants_logprobs = plan.requests[index].sampling.num_logprobs is not None
+    parser = plan.parser()
+    pieces = parser.push(choice.text)
+    pieces += parser.finish(is_cut=choice.finish_reason == "length")
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = [tool_call_body(piece) for piece in pieces if isinstance(piece, ToolCall)]
+    message = AnswerMessage(role="assistant", content=text, refusal=None)
+    if calls:
+        message.tool_calls = calls
+        message.content = text or None
     return Choice(
         index=index,
-        message=AnswerMessage(role="assistant", content="".join(choice.texts), refusal=None),
+        message=message,
         logprobs=choice_logprobs(choice.logprobs, tokenizer) if wants_logprobs else None,
-        finish_reason=finish_reason_text(reason),
+        finish_reason=chat_finish_reason(choice.finish_reason, bool(calls)),
     )
-
-
-def _last_output(choice: _ChoiceSoFar) -> RequestOutput:
-    assert choice.last is not None
-    return choice.last
-
-
-def _num_output_tokens(usages: list[Usage]) -> int:
-    return sum(usage.num_output_tokens for usage in usages)

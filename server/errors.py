@@ -23,8 +23,6 @@ CLIENT_CLOSED_STATUS = 499  # nobody reads it; it only shows in the access log
 
 _ABSENT_ENDPOINTS: Mapping[str, str] = {
     "/v1/embeddings": "Embeddings are out of scope: this server serves text generation only.",
-    "/v1/responses": "The Responses API is not available yet; use /v1/chat/completions.",
-    "/v1/completions": "The completions API is not available yet; use /v1/chat/completions.",
 }
 
 _EXPECTED: Mapping[str, str] = {
@@ -83,14 +81,14 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def context_overflow(num_prompt_tokens: int, max_model_len: int) -> ApiError:
+def context_overflow(num_prompt_tokens: int, max_model_len: int, param: str) -> ApiError:
     """A 400 whose code and message both say `context_length_exceeded`: clients read either."""
     message = (
-        f"This model's maximum context length is {max_model_len} tokens. However, your messages "
+        f"This model's maximum context length is {max_model_len} tokens. However, your {param} "
         f"resulted in {num_prompt_tokens} tokens, which leaves no room for an answer. Please "
-        "reduce the length of the messages. (context_length_exceeded)"
+        f"reduce the length of the {param}. (context_length_exceeded)"
     )
-    return bad_request(message, param="messages", code="context_length_exceeded")
+    return bad_request(message, param=param, code="context_length_exceeded")
 
 
 def engine_dead() -> ApiError:
@@ -100,10 +98,13 @@ def engine_dead() -> ApiError:
     )
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """The first fault of a body, in words of the API and without library internals."""
+def from_validation(error: ValidationError, at: Sequence[int | str] = ()) -> ApiError:
+    """The first fault of a body, in words of the API and without library internals.
+
+    `at` is where in the body the value stood that was validated.
+    """
     details = error.errors(include_url=False)[0]
-    param = param_path(details["loc"])
+    param = param_path((*at, *details["loc"]))
     code = "empty_array" if details["type"] == "too_short" else None
     return bad_request(_validation_message(details, param), param=param, code=code)
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 from relaykv.server.chat_template import ChatTemplate, template_message
 from relaykv.server.errors import bad_request
 from relaykv.server.protocol import ChatMessage
+from relaykv.server.tool_form import ToolForm
+from relaykv.server.tool_prompt import plain_messages
 
 Result = TypeVar("Result")
 
@@ -21,6 +23,11 @@ class ServerTokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """Control tokens the model expects in front of a text that no template has rendered."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, control tokens in it included, none added."""
@@ -50,21 +57,32 @@ class PromptBuilder:
     def tokenizer(self) -> ServerTokenizer:
         return self._tokenizer
 
-    async def from_messages(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    @property
+    def tool_form(self) -> ToolForm:
+        """How the model calls tools."""
+        return self._template.tool_form
+
+    async def from_messages(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Token ids of a conversation, the start of the next assistant turn included.
+
+        Args:
+            tools: definitions of those that are offered, in OpenAI's form.
 
         Raises:
             ApiError: 400 with the template's reason when it refuses the conversation.
         """
-        return await self._in_pool(lambda: self._conversation_ids(messages))
+        return await self._in_pool(lambda: self._conversation_ids(messages, tools))
 
     async def from_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text as it stands.
+        """Token ids of a text as it stands."""
+        return await self._in_pool(lambda: tuple(self._tokenizer.encode(text)))
 
-        Raises:
-            ApiError: 400 when the text cannot be tokenised.
-        """
-        return await self._in_pool(lambda: self._text_ids(text))
+    async def from_document(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text with the model's leading tokens once, whether it has them or not."""
+        ids, leading = await self.from_text(text), self._tokenizer.leading_ids
+        return ids if ids[: len(leading)] == leading else leading + ids
 
     async def to_text(self, ids: Sequence[int]) -> str:
         """Text of token ids, control tokens included."""
@@ -77,28 +95,38 @@ class PromptBuilder:
     async def _in_pool(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _conversation_ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def _conversation_ids(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
+    ) -> tuple[int, ...]:
         try:
             # Any exception is the template's verdict on these messages: Jinja's own errors,
             # but also a TypeError from adding a number to a string inside of it.
-            pieces = self._rendered_pieces([template_message(message) for message in messages])
+            values = [template_message(message) for message in messages]
+            if self.tool_form is ToolForm.GENERIC:
+                values, tools = plain_messages(values, tools), ()
+            pieces = self._rendered_pieces(values, tools)
             return tuple(token for piece in pieces for token in self._tokenizer.encode(piece))
         except Exception as error:
             reason = str(error) or type(error).__name__
             message = f"The chat template refused the messages: {reason}"
             raise bad_request(message, param="messages") from error
 
-    def _rendered_pieces(self, messages: list[dict[str, Any]]) -> list[str]:
+    def _rendered_pieces(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> list[str]:
         """The rendered text, cut inside every control token that a message spells out.
 
         Tokenised piece by piece such a token stays ordinary text, so that nobody forges the end
         of a turn. Text without control tokens is one piece: its tokens are the canonical ones.
         """
         if self._forgeable is None:
-            return [self._template.render(messages)]
+            return [self._template.render(messages, tools)]
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
-        marked = [_map_strings(message, lambda text: self._cut(text, mark)) for message in messages]
-        return self._template.render(marked).split(mark)
+        marked_messages, marked_tools = (
+            [_map_strings(entry, lambda text: self._cut(text, mark)) for entry in entries]
+            for entries in (messages, tools)
+        )
+        return self._template.render(marked_messages, marked_tools).split(mark)
 
     def _cut(self, text: str, mark: str) -> str:
         assert self._forgeable is not None
@@ -111,18 +139,12 @@ class PromptBuilder:
         pieces.append(text[start:])
         return mark.join(pieces)
 
-    def _text_ids(self, text: str) -> tuple[int, ...]:
-        try:
-            return tuple(self._tokenizer.encode(text))
-        except UnicodeEncodeError:
-            raise bad_request("The text holds an unpaired surrogate.", param="text") from None
-
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_strings(entry, change) for key, entry in value.items()}
+        return {change(key): _map_strings(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
         return [_map_strings(entry, change) for entry in value]
     return value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+
 from pydantic import BaseModel
 
 from relaykv.engine.relay_report import RelayReport
 from relaykv.engine.request import FinishReason, Usage
+from relaykv.server.tool_calls import ToolCall
 
 # JSON allows these in a string, but some clients end a line of the event stream at them.
 _LINE_SEPARATORS = (("\u2028", "\\u2028"), ("\u2029", "\\u2029"), ("\x85", "\\u0085"))
@@ -84,12 +87,37 @@ class RelayResult(BaseModel):
     segments: list[RelaySegmentBody] = []  # sent when the request asked to explain
 
 
+class CalledFunctionBody(BaseModel):
+    """The function of a call; `arguments` is JSON text. A stream tells it in parts."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallBody(BaseModel):
+    """A call that the answer asks for."""
+
+    id: str
+    type: str
+    function: CalledFunctionBody
+
+
+class ToolCallDelta(BaseModel):
+    """A part of a call: id, type and name first, then arguments."""
+
+    index: int
+    id: str = ""
+    type: str = ""
+    function: CalledFunctionBody
+
+
 class AnswerMessage(BaseModel):
     """The message of a choice."""
 
     role: str
-    content: str
+    content: str | None  # null when there are calls and nothing else
     refusal: None
+    tool_calls: list[ToolCallBody] = []  # absent when there are none
 
 
 class Choice(BaseModel):
@@ -106,6 +134,7 @@ class Delta(BaseModel):
 
     role: str = "assistant"
     content: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChunkChoice(BaseModel):
@@ -191,6 +220,20 @@ def relay_result(report: RelayReport, explain: bool) -> RelayResult:
     return result
 
 
+def tool_call_body(call: ToolCall) -> ToolCallBody:
+    """A call with an id of its own."""
+    function = CalledFunctionBody(name=call.name, arguments=call.arguments)
+    return ToolCallBody(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
+
+
+def tool_call_deltas(index: int, call: ToolCallBody) -> tuple[ToolCallDelta, ToolCallDelta]:
+    """A call in the two parts that a stream tells it in."""
+    name = CalledFunctionBody(name=call.function.name, arguments="")
+    start = ToolCallDelta(index=index, id=call.id, type=call.type, function=name)
+    arguments = CalledFunctionBody(arguments=call.function.arguments)
+    return start, ToolCallDelta(index=index, function=arguments)
+
+
 def finish_reason_text(reason: FinishReason) -> str:
     """OpenAI's word for a regular end.
 
@@ -200,3 +243,8 @@ def finish_reason_text(reason: FinishReason) -> str:
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return reason.value
     raise ValueError(f"a request that ended with {reason.value} has no answer")
+
+
+def chat_finish_reason(reason: str, has_calls: bool) -> str:
+    """What a chat answer says of its end: one that calls tools ends with `tool_calls`."""
+    return "tool_calls" if reason == "stop" and has_calls else reason

@@ -12,6 +12,7 @@ from relaykv.engine.client import ModelCard, SessionInfo
 from relaykv.server.body import read_model
 from relaykv.server.chat import check_model, check_token_ids, model_names
 from relaykv.server.errors import ApiError, bad_request, engine_dead
+from relaykv.server.openapi import show_openapi
 from relaykv.server.protocol import DetokenizeRequest, TokenizeRequest
 from relaykv.server.session import tenant_of
 from relaykv.server.state import state_of
@@ -22,6 +23,7 @@ def build_router() -> APIRouter:
     router = APIRouter()
     router.add_api_route("/health", health, methods=["GET"])
     router.add_api_route("/ready", ready, methods=["GET"])
+    router.add_api_route("/openapi.json", show_openapi, methods=["GET"])
     router.add_api_route("/v1/models", list_models, methods=["GET"])
     router.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"])
     router.add_api_route("/tokenize", tokenize, methods=["POST"])

@@ -9,6 +9,7 @@ from fastapi import Request
 from relaykv.engine.client import EngineClient
 from relaykv.server.errors import ApiError, engine_dead
 from relaykv.server.prompt import PromptBuilder
+from relaykv.server.response_store import ResponseStore
 from relaykv.server.settings import ServerSettings
 
 
@@ -25,6 +26,7 @@ class ServerState:
 
     def __init__(self, settings: ServerSettings, backend: Backend | None = None) -> None:
         self.settings = settings
+        self.responses = ResponseStore(settings)
         self._backend = backend
 
     def attach(self, backend: Backend) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
-from relaykv.engine.client import EngineClient, EngineDeadError
-from relaykv.engine.request import RequestOutput
-from relaykv.server.chat import ChatPlan, choice_logprobs
+from relaykv.engine.client import EngineClient
+from relaykv.engine.request import FinishReason, RequestOutput
+from relaykv.server.chat import AnswerPlan, choice_logprobs
 from relaykv.server.choices import ChoiceOutputs
-from relaykv.server.disconnect import until_disconnect
-from relaykv.server.errors import ApiError, engine_dead
+from relaykv.server.event_stream import DONE, guarded_events, outputs_or_silence
 from relaykv.server.prompt import ServerTokenizer
 from relaykv.server.responses import (
     ChatCompletionChunk,
@@ -25,102 +17,101 @@ from relaykv.server.responses import (
     ChunkChoice,
     Delta,
     RelayResult,
+    chat_finish_reason,
     finish_reason_text,
     relay_result,
+    tool_call_body,
+    tool_call_deltas,
     usage_body,
     wire_json,
 )
-
-_LOG = logging.getLogger(__name__)
-
-_KEEPALIVE = ": keepalive\n\n"
-_DONE = "data: [DONE]\n\n"
-_HEADERS: Mapping[str, str] = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # asks nginx to pass events on at once
-}
+from relaykv.server.tool_calls import AnswerParser, Piece
 
 
-class EventStreamResponse(Response):
-    """Sends events as they come; a client that goes away ends their generator."""
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(headers=_HEADERS)
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        try:
-            await until_disconnect(receive, self._send_events(send))
-        except (ClientDisconnect, OSError):
-            _LOG.debug("client went away during a stream")
-
-    async def _send_events(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        async with aclosing(self._events) as events:
-            await send(start)
-            async for event in events:
-                body = event.encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def stream_chat(
-    plan: ChatPlan, engine: EngineClient, tokenizer: ServerTokenizer, keepalive_s: float
+def stream_chat(
+    plan: AnswerPlan, engine: EngineClient, tokenizer: ServerTokenizer, keepalive_s: float
 ) -> AsyncGenerator[str, None]:
     """Yields the events of an answer; a failure is the last event, without `[DONE]`."""
-    frames = _ChunkWriter(plan, tokenizer)
-    try:
-        async with ChoiceOutputs(engine, plan.requests) as outputs:
-            while True:
-                try:
-                    async with asyncio.timeout(keepalive_s):
-                        item = await outputs.next()
-                except TimeoutError:
-                    yield _KEEPALIVE
-                    continue
-                if item is None:
-                    break
-                for chunk in frames.chunks(*item):
-                    yield _data(chunk)
-        if plan.include_usage:
-            yield _data(frames.usage_chunk())
-        yield _DONE
-    except ApiError as error:
-        yield _error(error)
-    except EngineDeadError:
-        yield _error(engine_dead())
-    except Exception:
-        # The headers are out, so that no handler can turn this into a status.
-        _LOG.exception("a streamed completion failed")
-        yield _error(ApiError(500, "The server had an error while processing your request."))
+
+    async def events() -> AsyncGenerator[str | None, None]:
+        async with aclosing(chat_chunks(plan, engine, tokenizer, keepalive_s)) as chunks:
+            async for chunk in chunks:
+                yield None if chunk is None else _data(chunk)
+        yield DONE
+
+    return guarded_events(events())
+
+
+async def chat_chunks(
+    plan: AnswerPlan, engine: EngineClient, tokenizer: ServerTokenizer, keepalive_s: float
+) -> AsyncGenerator[ChatCompletionChunk | None, None]:
+    """The chunks of an answer; None after every `keepalive_s` of silence.
+
+    Raises:
+        ApiError: 500, a choice failed.
+        EngineDeadError: the engine has ended.
+    """
+    writer = _ChunkWriter(plan, tokenizer)
+    async with ChoiceOutputs(engine, plan.requests) as outputs:
+        async for item in outputs_or_silence(outputs, keepalive_s):
+            if item is None:
+                yield None
+                continue
+            for chunk in writer.chunks(*item):
+                yield chunk
+    if plan.include_usage:
+        yield writer.usage_chunk()
 
 
 class _ChunkWriter:
     """Makes the chunks of one answer."""
 
-    def __init__(self, plan: ChatPlan, tokenizer: ServerTokenizer) -> None:
+    def __init__(self, plan: AnswerPlan, tokenizer: ServerTokenizer) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self._last: dict[int, RequestOutput] = {}
         self._relay: dict[int, RelayResult] = {}
+        self._parsers: dict[int, AnswerParser] = {}
+        self._num_calls: dict[int, int] = {}
 
     def chunks(self, index: int, output: RequestOutput) -> list[ChatCompletionChunk]:
-        """The role once, the new text if there is any, the end with its reason."""
+        """The role once, the new text and calls if there are any, the end with its reason."""
         chunks = []
         if index not in self._last:
             chunks.append(self._chunk(index, Delta(role="assistant", content="")))
+            self._parsers[index] = self._plan.parser()
+            self._num_calls[index] = 0
         self._last[index] = output
         if output.relay is not None and self._plan.requests[index].relay.session is not None:
             self._relay[index] = relay_result(output.relay, self._plan.explain)
-        logprobs = choice_logprobs(output.logprobs, self._tokenizer) if output.logprobs else None
-        if output.text or logprobs is not None:
-            chunks.append(self._chunk(index, Delta(content=output.text), logprobs=logprobs))
+        chunks += self._content_chunks(index, output)
         if output.finish_reason is not None:
             reason = finish_reason_text(output.finish_reason)
+            reason = chat_finish_reason(reason, self._num_calls[index] > 0)
             chunks.append(self._with_relay(self._chunk(index, Delta(), reason=reason), index))
         return chunks
+
+    def _content_chunks(self, index: int, output: RequestOutput) -> list[ChatCompletionChunk]:
+        parser = self._parsers[index]
+        pieces = parser.push(output.text)
+        if output.finish_reason is not None:
+            pieces += parser.finish(is_cut=output.finish_reason is FinishReason.LENGTH)
+        deltas = [delta for piece in pieces for delta in self._deltas(index, piece)]
+        logprobs = choice_logprobs(output.logprobs, self._tokenizer) if output.logprobs else None
+        if logprobs is not None and not deltas:
+            deltas = [Delta(content="")]
+        return [
+            self._chunk(index, delta, logprobs=None if number else logprobs)
+            for number, delta in enumerate(deltas)
+        ]
+
+    def _deltas(self, index: int, piece: Piece) -> list[Delta]:
+        if isinstance(piece, str):
+            return [Delta(content=piece)]
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        parts = tool_call_deltas(number, tool_call_body(piece))
+        return [Delta(tool_calls=[part]) for part in parts]
 
     def usage_chunk(self) -> ChatCompletionChunk:
         """The token counts of all choices, whose prompt counts once."""
@@ -161,7 +152,3 @@ class _ChunkWriter:
 
 def _data(chunk: ChatCompletionChunk) -> str:
     return f"data: {wire_json(chunk)}\n\n"
-
-
-def _error(error: ApiError) -> str:
-    return f"data: {json.dumps(error.body())}\n\n"

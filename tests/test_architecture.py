@@ -31,6 +31,7 @@ PURE = {
     "client",
     "config",
     "detokenizer",
+    "grammar",
     "model_store",
     "models.families",
     "options",

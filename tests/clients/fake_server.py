@@ -14,6 +14,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 Json = dict[str, Any]
 
@@ -41,9 +42,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        path, _ = _split_path(self.path)
+        if path == "/v1/models":
             self._send(200, {"object": "list", "data": [_MODEL]})
-        elif self.path == "/ready":
+        elif path == "/ready":
             ready = time.monotonic() - self.server.started > 0.5
             if self.server.behaviour == "never ready":
                 ready = False
@@ -53,11 +55,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body: Json = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
+        path, session = _split_path(self.path)
+        if session is not None:
+            body.setdefault("relay_session", session)
+        if path == "/tokenize":
             text = body["text"] if "text" in body else _rendered(body["messages"])
             tokens = text.split()
             self._send(200, {"count": len(tokens), "tokens": list(range(len(tokens)))})
-        elif self.path == "/v1/chat/completions":
+        elif path == "/v1/chat/completions":
             self._chat(body)
         else:
             self._send(404, _error(f"no route {self.path}"))
@@ -113,6 +118,14 @@ class _Handler(BaseHTTPRequestHandler):
 _MODEL: Json = {"id": "fake-model", "object": "model", "created": 0, "owned_by": "tests"}
 
 
+def _split_path(path: str) -> tuple[str, str | None]:
+    """A path without its session prefix, and the session."""
+    if not path.startswith("/s/"):
+        return path, None
+    session, _, rest = path.removeprefix("/s/").partition("/")
+    return f"/{rest}", unquote(session)
+
+
 def _error(message: str) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None}}
 
@@ -151,7 +164,7 @@ def _account(server: FakeServer, body: Json, index: int) -> tuple[Json, Json | N
     answers = server.answers.setdefault(session, [])
     found = 0
     if policy != "full":
-        text = messages[-1]["content"]
+        text = _rendered(messages)
         found = sum(len(answer.split()) for answer in answers if answer in text)
     recomputed = found // 4 if policy == "relay" else 0
     if wanted.get("store", True):

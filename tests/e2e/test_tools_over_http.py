@@ -19,10 +19,9 @@ PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 20},
-        "unit": {"enum": ["celsius", "fahrenheit"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
     },
-    "required": ["city", "unit", "days"],
+    "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS: list[Any] = [
@@ -71,7 +70,8 @@ def plain_call(client: openai.OpenAI, wanted: dict[str, Any]) -> tuple[str, str]
 
 def streamed_call(client: openai.OpenAI, wanted: dict[str, Any]) -> tuple[str, str]:
     with client.chat.completions.stream(**wanted) as stream:
-        (choice,) = stream.get_final_completion().choices
+        completion: Any = stream.get_final_completion()
+    (choice,) = completion.choices
     assert choice.finish_reason == "tool_calls"
     assert not choice.message.content
     (call,) = choice.message.tool_calls
@@ -84,10 +84,9 @@ def assert_valid(name: str, arguments: str) -> None:
         assert value == {}
         return
     assert name == "get_forecast"
-    assert value.keys() == {"city", "unit", "days"}
+    assert value.keys() == {"city", "days"}
     assert isinstance(value["city"], str)
     assert len(value["city"]) <= 20
-    assert value["unit"] in ("celsius", "fahrenheit")
     assert 1 <= value["days"] <= 14
 
 
@@ -134,3 +133,26 @@ def test_a_call_that_the_limit_cuts_is_no_call(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(**wanted).choices
     assert choice.finish_reason == "length"
     assert not choice.message.tool_calls
+
+
+def test_an_answer_that_may_call_is_text_or_valid_calls(client: openai.OpenAI) -> None:
+    wanted = {**wish(1, 0.8), "tool_choice": "auto", "max_tokens": 40}
+    (choice,) = client.chat.completions.create(**wanted).choices
+    assert choice.message.content or choice.message.tool_calls
+    for call in choice.message.tool_calls or ():
+        assert_valid(call.function.name, call.function.arguments)
+
+
+def test_responses_call_tools_too(client: openai.OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
+    answer = client.responses.create(
+        model=MODEL,
+        input="What is the weather in Oslo?",
+        tools=tools,
+        tool_choice={"type": "function", "name": "get_forecast"},
+        temperature=0,
+        max_output_tokens=100,
+    )
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert_valid(call.name, call.arguments)

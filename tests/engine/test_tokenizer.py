@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from relaykv.engine.tokenizer import Tokenizer, TokenStream
 
@@ -132,6 +140,17 @@ def test_special_tokens_are_recognised_and_left_out_of_text(tokenizer: Tokenizer
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<think>b<|im_end|>"
     assert _streamed(tokenizer.stream(), ids) == "a<think>b"
     assert tokenizer.token_text(ids[0]) == "<|im_start|>"
+
+
+def test_leading_tokens_are_those_the_tokenizer_itself_would_add(
+    backend: tokenizers.Tokenizer, tokenizer: Tokenizer
+) -> None:
+    assert tokenizer.leading_ids == ()
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
+    )
+    assert Tokenizer(copy).leading_ids == (0,)
 
 
 def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:

@@ -41,12 +41,12 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str, tied: bool = False) -> PreTrainedModel:
+def tiny_model(family: str, tied: bool = False, vocab_size: int = 160) -> PreTrainedModel:
     """A random model: 3 layers, 4 query and 2 key-value heads, hidden size 64, fp32."""
     config_type, model_type, extra = FAMILIES[family]
     torch.manual_seed(0)
     config = config_type(
-        vocab_size=160,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,

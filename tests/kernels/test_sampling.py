@@ -12,6 +12,7 @@ from relaykv.kernels.sampling import (
     apply_logit_bias,
     apply_penalties,
     apply_temperature,
+    apply_token_mask,
     filter_min_p,
     filter_top_k,
     filter_top_p,
@@ -120,6 +121,15 @@ def test_logit_bias_is_added_to_its_tokens() -> None:
     result = apply_logit_bias(logits, torch.tensor([2, 0]), torch.tensor([-100.0, 0.5]))
     assert result.tolist() == [1.5, 2.0, -97.0]
     assert logits.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_token_mask_keeps_what_is_allowed_as_it_is() -> None:
+    logits = _logits(7)[0]
+    allowed = torch.tensor([True, False, True, False, False, True, False])
+    masked = apply_token_mask(logits, allowed)
+    assert _kept(masked.unsqueeze(0)) == [{0, 2, 5}]
+    assert torch.equal(masked[allowed], logits[allowed])
+    assert torch.isfinite(logits).all()
 
 
 def test_temperature_divides_the_differences() -> None:

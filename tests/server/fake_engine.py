@@ -19,6 +19,7 @@ from relaykv.engine.request import (
 from relaykv.server.prompt import PromptBuilder
 from relaykv.server.settings import ServerSettings
 from relaykv.server.state import Backend, ServerState
+from relaykv.server.tool_form import ToolForm
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 300
@@ -29,6 +30,7 @@ class ByteTokenizer:
     """One token a byte; the control tokens are the ids from 256 on."""
 
     vocab_size = VOCAB_SIZE
+    leading_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -48,11 +50,13 @@ class ByteTokenizer:
             if token_id < 256:
                 pieces += bytes([token_id])
             elif not skip_special_tokens:
-                pieces += SPECIAL_TOKENS[token_id - 256].encode()
+                pieces += self.token_bytes(token_id)
         return pieces.decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if token_id < 256 else SPECIAL_TOKENS[token_id - 256].encode()
+        if token_id < 256:
+            return bytes([token_id])
+        return "".join(SPECIAL_TOKENS[token_id - 256 : token_id - 255]).encode()  # b"" when none
 
 
 class ChatMlTemplate:
@@ -60,7 +64,13 @@ class ChatMlTemplate:
 
     special_tokens = SPECIAL_TOKENS
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    tool_form = ToolForm.GENERIC
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),  # noqa: ARG002
+    ) -> str:
         if any(message["content"] == "refuse" for message in messages):
             raise ValueError("roles must alternate")
         turns = (f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)

@@ -97,8 +97,6 @@ def test_errors_become_the_right_exceptions(api: openai.OpenAI, engine: FakeEngi
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="out of scope"):
         api.embeddings.create(model="tiny", input="x")
-    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
-        api.responses.create(model="tiny", input="x")
     engine.script = Script(finish=FinishReason.ERROR, error="no luck")
     with pytest.raises(openai.InternalServerError, match="no luck"):
         create(model="tiny", messages=USER)
