@@ -27,7 +27,7 @@ _CHECKS = (
     "content_type_conformance",
     "response_schema_conformance",
 )
-_EXAMPLES_PER_OPERATION = 250  # with the coverage phase more than 2,000 requests in all
+_EXAMPLES_PER_OPERATION = 100  # with the coverage phase more than 2,000 requests in all
 _SEED = 1
 
 

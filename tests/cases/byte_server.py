@@ -152,17 +152,27 @@ def byte_parts(cache: CacheConfig, scheduler: SchedulerConfig) -> EngineParts:
 @cache
 def byte_model() -> DecoderModel:
     with TemporaryDirectory() as folder:
-        model = tiny_model("llama", vocab_size=NUM_LOGITS)
-        model.config.eos_token_id = NUM_TOKENS - 1
-        model.save_pretrained(folder)
+        save_byte_model(Path(folder))
         return load_model(Path(folder), torch.float32, torch.device("cpu"))
+
+
+def save_byte_model(folder: Path) -> None:
+    """Saves the weights and their configuration as a Hugging Face folder."""
+    model = tiny_model("llama", vocab_size=NUM_LOGITS)
+    model.config.eos_token_id = NUM_TOKENS - 1
+    model.save_pretrained(folder)
 
 
 @cache
 def byte_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_backend())
+
+
+def byte_backend() -> Backend:
+    """One token a byte, and the control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    return Tokenizer(backend)
+    return backend

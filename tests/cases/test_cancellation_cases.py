@@ -136,8 +136,8 @@ def test_cx_04_leaving_in_prefill_ends_it_between_two_chunks(
 def test_op_01_a_dead_engine_is_told_to_everyone_at_once() -> None:
     with byte_server() as server:
 
-        def die(_batch: Any) -> Any:
-            raise SystemExit("the device is gone")
+        def die(batch: Any) -> Any:
+            raise SystemExit(f"the device is gone with {batch}")
 
         server.core.runner.execute = die  # type: ignore[method-assign]
         assert error_of(server.client.chat(), 503)["code"] == "engine_dead"  # it was waiting

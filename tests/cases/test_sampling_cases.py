@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from app_client import CHAT, AppClient
-from byte_server import NUM_TOKENS, ByteServer, byte_server
+from byte_server import NUM_TOKENS, ByteServer, byte_backend, byte_server, save_byte_model
 from events import error_of, read_stream
 from fake_engine import FakeEngine
+
+from relaykv.engine.assembly import prepare
+from relaykv.engine.options import EngineOptions
 
 USER = {"role": "user", "content": "Say red green blue red green blue"}
 SLOW: dict[str, Any] = {"messages": [USER], "max_tokens": 40, "ignore_eos": True}
@@ -41,6 +46,14 @@ def test_sp_01_a_bias_for_a_token_that_does_not_exist_is_refused(
     assert error["param"] == "logit_bias"
     alone = server.client.chat(**SLOW, temperature=0).json()
     assert text_of(alone) == text_of(server.chat_all([{**SLOW, "temperature": 0}] * 2)[1])
+
+
+def test_sp_01_padded_logits_are_no_tokens(tmp_path: Path) -> None:
+    save_byte_model(tmp_path)
+    byte_backend().save(str(tmp_path / "tokenizer.json"))
+    parts = prepare(EngineOptions(model=str(tmp_path), kv_memory_bytes=2**20, max_model_len=64))
+    assert parts.model.config.vocab_size > NUM_TOKENS
+    assert parts.card.vocab_size == NUM_TOKENS
 
 
 WRONG: list[tuple[str, str]] = [
@@ -75,6 +88,25 @@ def test_sp_05_greedy_choices_are_equal_and_numbered(server: ByteServer) -> None
     stream = read_stream(server.client.chat(**body, stream=True))
     assert [stream.texts[index] for index in range(3)] == texts
     assert stream.reasons == {0: ["length"], 1: ["length"], 2: ["length"]}
+
+
+def test_sp_05_and_json_each_choice_has_a_grammar_of_its_own(server: ByteServer) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22, 333]}},
+        "required": ["a"],
+    }
+    schema["additionalProperties"] = False
+    body = {
+        "messages": [USER],
+        "n": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}},
+    }
+    answer = server.client.chat(**body, seed=1).json()
+    stream = read_stream(server.client.chat(**body, seed=1, stream=True))
+    for index in range(3):
+        assert json.loads(text_of(answer, index))["a"] in (1, 22, 333)
+        assert stream.texts[index] == text_of(answer, index)
 
 
 def test_sp_06_a_seed_gives_the_same_answer_alone_cached_and_in_company(

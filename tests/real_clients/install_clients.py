@@ -91,7 +91,15 @@ def _run(command: list[str], folder: Path | None = None) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Installs the named clients, or all; returns 1 when one could not be installed."""
+    """Installs the named clients, or all; returns 1 when one could not be installed.
+
+    `--missing` installs nothing: it prints the clients that are not installed, and returns 1 if
+    there are any.
+    """
+    if names == ["--missing"]:
+        missing = [name for name in NAMES if not environment(name).is_installed]
+        print(" ".join(missing))
+        return 1 if missing else 0
     failed = []
     for name in names or NAMES:
         print(f"{name}: {environment(name).folder}", flush=True)
