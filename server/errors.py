@@ -93,9 +93,8 @@ def context_overflow(num_prompt_tokens: int, max_model_len: int, param: str) -> 
 
 def engine_dead() -> ApiError:
     """A 503 for an engine that has ended: only a restart of the server helps."""
-    return ApiError(
-        503, "The engine has stopped; the server must be restarted.", code="engine_dead"
-    )
+    message = "The engine has stopped; the server must be restarted."
+    return ApiError(503, message, code="engine_dead", headers={"x-should-retry": "false"})
 
 
 def from_validation(error: ValidationError, at: Sequence[int | str] = ()) -> ApiError:

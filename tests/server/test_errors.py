@@ -192,7 +192,10 @@ def test_embeddings_are_out_of_scope(client: AppClient) -> None:
 
 def test_a_dead_engine_is_a_503(client: AppClient, engine: FakeEngine) -> None:
     engine.alive = False
-    assert error_of(client.chat(), 503)["code"] == "engine_dead"
+    response = client.chat()
+    assert error_of(response, 503)["code"] == "engine_dead"
+    # The openai packages retry every 503 but where they are told that it is no use.
+    assert response.headers["x-should-retry"] == "false"
 
 
 def test_an_unexpected_failure_tells_no_internals(client: AppClient, engine: FakeEngine) -> None:
