@@ -65,6 +65,8 @@ class Admission:
         return self._note(request, prefix, plan, sources)
 
     def _match_prefix(self, request: Request) -> PrefixMatch:
+        if request.computes_all:
+            return PrefixMatch((), (), 0)
         salt = None
         key = request.session_key
         if key is not None and request.policy.relays:
@@ -73,7 +75,7 @@ class Admission:
 
     def _match_segments(self, request: Request, prefix: PrefixMatch) -> list[Segment]:
         key = request.session_key
-        if key is None or not request.policy.relays:
+        if key is None or not request.policy.relays or request.computes_all:
             return []
         start = len(prefix.blocks) * self._block_size
         return self._recordings.match(key, request.token_ids, start)
@@ -151,6 +153,8 @@ class Admission:
         key = request.session_key
         if key is None or relayed:
             return None
+        if request.computes_all:
+            return "log-probabilities of the prompt need all of it computed"
         if not request.policy.relays:
             return f"policy {request.policy.name!r} relays nothing"
         if found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import Span
@@ -56,6 +56,9 @@ class ScheduledRequest:
     relay_spans: tuple[Span, ...]  # inside [start, stop)
     counts_influence: bool  # decoding in a session: add up the attention its tokens receive
     sampling: SamplingRow | None  # set when the chunk reaches the end: its logits are sampled
+    # Tokens of the prompt behind the chunk's positions, where their log-probabilities are wanted.
+    scored_token_ids: tuple[int, ...] = ()
+    num_top_logprobs: int = 0  # alternatives beside each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +87,4 @@ class ModelRunnerOutput:
 
     sampled: Mapping[str, SampledToken]
     recomputed: Mapping[str, RecomputeCount]
+    scored: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # of prompts

@@ -14,7 +14,12 @@ from relaykv.engine.detokenizer import Detokenizer
 from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.policy import Policy
 from relaykv.engine.recording import RecordingStore, SessionKey
-from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
+from relaykv.engine.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    TokenLogprob,
+)
 from relaykv.engine.request_state import Request
 from relaykv.engine.scheduler import Scheduler
 from relaykv.engine.tokenizer import Tokenizer
@@ -28,6 +33,7 @@ class _Answer:
 
     detokenizer: Detokenizer
     num_tokens_sent: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # collected until the first output
     relay_reported: bool = False
 
 
@@ -177,6 +183,7 @@ class EngineCore:
     def _update(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> list[RequestOutput]:
         ended = {i for i, token in output.sampled.items() if self._is_end(i, token)}
         self._scheduler.update(batch, output, ended)
+        self._collect_prompt_logprobs(batch, output)
         outputs = []
         for request_id, token in output.sampled.items():
             request = self._scheduler[request_id]
@@ -188,6 +195,13 @@ class EngineCore:
             else:
                 outputs.append(self._advance(request, token))
         return outputs
+
+    def _collect_prompt_logprobs(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> None:
+        for part in batch.requests:
+            answer = self._answers[part.request_id]
+            if part.start == 0:  # the first chunk, perhaps once more after a preemption
+                answer.prompt_logprobs = ()
+            answer.prompt_logprobs += output.scored.get(part.request_id, ())
 
     def _is_end(self, request_id: str, token: SampledToken) -> bool:
         params = self._scheduler[request_id].spec.sampling
@@ -235,6 +249,7 @@ class EngineCore:
     ) -> RequestOutput:
         answer = self._answers[request.id]
         report = None
+        prompt_logprobs = () if answer.relay_reported else answer.prompt_logprobs
         if reason is not None or not answer.relay_reported:
             report = request.report(self.runner.num_layers)
             answer.relay_reported = True
@@ -246,6 +261,7 @@ class EngineCore:
             token_ids=() if token is None else (token.token_id,),
             usage=request.usage(),
             logprobs=() if token is None or token.logprob is None else (token.logprob,),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             relay=report,
             error=error,

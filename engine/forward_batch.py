@@ -61,6 +61,7 @@ class ForwardBatch:
     fresh_slots: Tensor  # int64, of the rows that are not relayed
     sample_rows: tuple[int, ...]  # whose logits are needed
     sample_request_ids: tuple[str, ...]
+    scored_rows: tuple[int, ...]  # likewise, for log-probabilities of prompts
 
     @property
     def num_requests(self) -> int:
@@ -84,6 +85,7 @@ class ForwardBatchBuilder:
         self._static: list[StaticSelection] = []
         self._sample_rows: list[int] = []
         self._sample_request_ids: list[str] = []
+        self._scored_rows: list[int] = []
 
     def build(self, batch: ScheduledBatch) -> ForwardBatch:
         """Lays out a batch. Influence of relayed spans must already be in place."""
@@ -111,10 +113,13 @@ class ForwardBatchBuilder:
             fresh_slots=self._tensor(fresh),
             sample_rows=tuple(self._sample_rows),
             sample_request_ids=tuple(self._sample_request_ids),
+            scored_rows=tuple(self._scored_rows),
         )
 
     def _add(self, index: int, request: ScheduledRequest) -> None:
         position = request.start
+        first_row = len(self._token_ids)
+        self._scored_rows += range(first_row, first_row + len(request.scored_token_ids))
         for span in request.relay_spans:
             self._add_rows(index, request, range(position, span.start), 0, self._num_layers, False)
             self._add_span(index, request, span.start, span.stop)

@@ -77,7 +77,8 @@ class ForwardPass:
         """Computes a batch: its KV goes to the cache.
 
         Returns:
-            Logits of the sampled rows, fp32 [samples, vocab], and what repairs took.
+            Logits of the sampled, then of the scored rows, fp32 [rows, vocab], and what repairs
+            took.
         """
         counter = _RecomputeCounter()
         for static in batch.static_selections:
@@ -110,7 +111,8 @@ class ForwardPass:
             hidden = self._model.finish_layer(layer, hidden, attended)
         assert active is not None
         self._add_influence(plans)
-        samples = np.searchsorted(active.rows, np.array(batch.sample_rows, dtype=np.int64))
+        wanted = np.array((*batch.sample_rows, *batch.scored_rows), dtype=np.int64)
+        samples = np.searchsorted(active.rows, wanted)
         sampled = hidden.index_select(0, torch.as_tensor(samples, device=hidden.device))
         return self._model.logits(sampled), counter.counts()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch
 from relaykv.engine.forward_batch import ForwardBatchBuilder
@@ -14,7 +15,8 @@ from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.relay import relay
-from relaykv.engine.sampler import Sampler
+from relaykv.engine.request import TokenLogprob
+from relaykv.engine.sampler import Sampler, token_logprob
 from relaykv.kernels.attention import AttentionBackend
 
 
@@ -60,6 +62,19 @@ class ModelRunner:
             return ModelRunnerOutput({}, {})  # a chunk of relayed tokens only
         logits, recomputed = self.forward_pass.run(forward_batch)
         rows = [r.sampling for r in batch.requests if r.sampling is not None]
-        tokens = self._sampler.sample(logits, rows)
+        tokens = self._sampler.sample(logits[: len(rows)], rows)
         sampled = dict(zip(forward_batch.sample_request_ids, tokens, strict=True))
-        return ModelRunnerOutput(sampled, recomputed)
+        return ModelRunnerOutput(sampled, recomputed, _score(batch, logits[len(rows) :]))
+
+
+def _score(batch: ScheduledBatch, logits: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
+    """Log-probabilities of the prompts' own tokens; logits [scored rows, vocab]."""
+    scored = {}
+    start = 0
+    for request in batch.requests:
+        wanted = enumerate(request.scored_token_ids, start)
+        start += len(request.scored_token_ids)
+        entries = [token_logprob(logits[i], t, request.num_top_logprobs) for i, t in wanted]
+        if entries:
+            scored[request.request_id] = tuple(entries)
+    return scored

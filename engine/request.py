@@ -50,6 +50,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: no log-probabilities; n: the chosen one and the top n
+    num_prompt_logprobs: int | None = None  # likewise of the prompt, all of which is then computed
     grammar: GrammarSpec | None = None  # once it is satisfied only an end-of-turn token may follow
 
 
@@ -104,6 +105,8 @@ class RequestOutput:
     token_ids: tuple[int, ...]  # new token ids; a stop token is not among them
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()  # one per entry of token_ids when asked for
+    # On the first output when asked for: of every token of the prompt but the first.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None  # set exactly once, on the last output
     relay: RelayReport | None = None  # on the first and on the last output
     error: str | None = field(default=None)  # a message when finish_reason is ERROR

@@ -76,6 +76,11 @@ class Request:
         return None if session is None else SessionKey(self.spec.tenant, session)
 
     @property
+    def computes_all(self) -> bool:
+        """True when logits of the whole prompt are needed, so that none of it may be reused."""
+        return self.spec.sampling.num_prompt_logprobs is not None
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < len(self.token_ids) - 1 or self.num_output_tokens == 0
 

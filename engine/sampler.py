@@ -58,7 +58,8 @@ class Sampler:
             raise FloatingPointError(f"the logits of row {token_ids.index(-1)} are not finite")
         tokens = []
         for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True)):
-            logprob = _logprob(logits[index], token_id, row.params.num_logprobs)
+            num_top = row.params.num_logprobs
+            logprob = None if num_top is None else token_logprob(logits[index], token_id, num_top)
             tokens.append(SampledToken(token_id, logprob, errors.get(index)))
         return tokens
 
@@ -217,10 +218,8 @@ def _is_plain_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and not changes_logits
 
 
-def _logprob(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
-    """Log-probabilities of one row's raw logits [V]."""
-    if num_top is None:
-        return None
+def token_logprob(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    """Log-probabilities of one row's raw logits [V]: of a token and of the `num_top` likeliest."""
     logprobs = logits.log_softmax(dim=-1)
     values, token_ids = logprobs.topk(min(num_top, logits.shape[-1]))
     pairs = zip(token_ids.tolist(), values.tolist(), strict=True)

@@ -191,7 +191,16 @@ class Scheduler:
             relay_spans=spans,
             counts_influence=request.session_key is not None and request.num_output_tokens > 0,
             sampling=sampling,
+            scored_token_ids=self._scored(request, stop),
+            num_top_logprobs=request.spec.sampling.num_prompt_logprobs or 0,
         )
+
+    @staticmethod
+    def _scored(request: Request, stop: int) -> tuple[int, ...]:
+        """Tokens of the prompt that rows from the request's position to `stop` predict."""
+        if not request.computes_all:
+            return ()
+        return request.spec.prompt_token_ids[request.num_computed_tokens + 1 : stop + 1]
 
     def _grow(self, request: Request) -> bool:
         """Makes sure the next token of a decoding request has a slot.

@@ -145,6 +145,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.num_prompt_logprobs,
     )
 
 

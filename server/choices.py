@@ -29,6 +29,7 @@ class FinishedChoice:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # empty unless asked for
+    prompt_logprobs: tuple[TokenLogprob, ...]  # likewise
     usage: Usage
     finish_reason: str  # in OpenAI's words
     relay: RelayReport | None
@@ -126,6 +127,7 @@ def _finished(outputs: Sequence[RequestOutput]) -> FinishedChoice:
         text="".join(output.text for output in outputs),
         token_ids=tuple(token for output in outputs for token in output.token_ids),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
         usage=last.usage,
         finish_reason=finish_reason_text(last.finish_reason),
         relay=reports[-1] if reports else None,

@@ -241,6 +241,11 @@ class GenerationRequest(WireModel):
         return None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likewise for the tokens of the prompt."""
+        return None
+
+    @property
     def wanted_tokens(self) -> int | None:
         """The answer's limit as asked for, before it is cut to the room in the context."""
         return None

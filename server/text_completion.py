@@ -10,7 +10,13 @@ from pydantic import BaseModel
 
 from relaykv.engine.client import EngineClient
 from relaykv.engine.relay_report import RelayReport
-from relaykv.engine.request import FinishReason, RequestOutput, TokenLogprob, Usage
+from relaykv.engine.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    TokenLogprob,
+    Usage,
+)
 from relaykv.server.chat import AnswerPlan, finite
 from relaykv.server.choices import ChoiceOutputs, finished_choices
 from relaykv.server.event_stream import DONE, guarded_events, outputs_or_silence
@@ -29,8 +35,8 @@ class TextLogprobs(BaseModel):
     """Log-probabilities of a choice's tokens, in four lists of the same length."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]  # the chosen token is always among them
+    token_logprobs: list[float | None]  # null: nothing predicts the first token of a prompt
+    top_logprobs: list[dict[str, float] | None]  # the chosen token is always among them
     text_offset: list[int]  # characters of the choice's text in front of the token
 
 
@@ -94,8 +100,10 @@ async def complete_text(
     bodies = []
     for index, choice in enumerate(choices):
         logprobs = None
-        if plan.answer.requests[index].sampling.num_logprobs is not None:
-            logprobs = _LogprobWriter(tokenizer).write(choice.logprobs)
+        request = plan.answer.requests[index]
+        if request.sampling.num_logprobs is not None:
+            writer = _LogprobWriter(tokenizer)
+            logprobs = writer.write(choice.logprobs, _echoed(request, choice.prompt_logprobs))
         text = plan.echo(index) + choice.text
         body = TextChoice(
             text=text, index=index, logprobs=logprobs, finish_reason=choice.finish_reason
@@ -137,11 +145,16 @@ class _ChunkWriter:
 
     def chunk(self, index: int, output: RequestOutput) -> TextCompletion | None:
         """What the output adds to its choice; None when that is nothing."""
-        text = output.text if index in self._usages else self._plan.echo(index) + output.text
+        text, echoed = output.text, _NOTHING
+        if index not in self._usages:
+            text = self._plan.echo(index) + text
+            echoed = _echoed(self._plan.answer.requests[index], output.prompt_logprobs)
         self._usages[index] = output.usage
         if output.relay is not None:
             self._reports[index] = output.relay
-        logprobs = self._logprobs[index].write(output.logprobs) if output.logprobs else None
+        logprobs = None
+        if output.logprobs or echoed.token_id is not None:
+            logprobs = self._logprobs[index].write(output.logprobs, echoed)
         reason = _reason(output.finish_reason)
         if not text and logprobs is None and reason is None:
             return None
@@ -162,6 +175,23 @@ class _ChunkWriter:
         return chunk
 
 
+@dataclass(frozen=True, slots=True)
+class _Echoed:
+    """The tokens of a prompt that is echoed with log-probabilities."""
+
+    token_id: int | None = None  # the first; None: nothing is echoed with them
+    rest: tuple[TokenLogprob, ...] = ()
+
+
+_NOTHING = _Echoed()
+
+
+def _echoed(request: GenerateRequest, logprobs: tuple[TokenLogprob, ...]) -> _Echoed:
+    if request.sampling.num_prompt_logprobs is None:
+        return _NOTHING
+    return _Echoed(request.prompt_token_ids[0], logprobs)
+
+
 class _LogprobWriter:
     """Log-probabilities of one choice, in pieces; keeps where in the text it is."""
 
@@ -170,22 +200,26 @@ class _LogprobWriter:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def write(self, logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
-        """The next tokens."""
-        offsets, top_logprobs = [], []
-        for entry in logprobs:
-            offsets.append(self._offset)
-            if self._tokenizer.decode((entry.token_id,)):  # "" for a control token
-                data = self._tokenizer.token_bytes(entry.token_id)
-                self._offset += len(self._utf8.decode(data))
+    def write(self, logprobs: Sequence[TokenLogprob], echoed: _Echoed) -> TextLogprobs:
+        """The next tokens; those of the echoed prompt stand in front."""
+        body = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if echoed.token_id is not None:
+            self._place(body, echoed.token_id)
+            body.token_logprobs.append(None)
+            body.top_logprobs.append(None)
+        for entry in (*echoed.rest, *logprobs):
+            self._place(body, entry.token_id)
+            body.token_logprobs.append(finite(entry.logprob))
             top = (*entry.top, (entry.token_id, entry.logprob))
-            top_logprobs.append({self._token(token): finite(logprob) for token, logprob in top})
-        return TextLogprobs(
-            tokens=[self._token(entry.token_id) for entry in logprobs],
-            token_logprobs=[finite(entry.logprob) for entry in logprobs],
-            top_logprobs=top_logprobs,
-            text_offset=offsets,
-        )
+            likeliest = {self._token(token): finite(logprob) for token, logprob in top}
+            body.top_logprobs.append(likeliest)
+        return body
+
+    def _place(self, body: TextLogprobs, token_id: int) -> None:
+        body.tokens.append(self._token(token_id))
+        body.text_offset.append(self._offset)
+        if self._tokenizer.decode((token_id,)):  # "" for a control token
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
 
     def _token(self, token_id: int) -> str:
         data = self._tokenizer.token_bytes(token_id)

@@ -91,9 +91,6 @@ class TextCompletionRequest(GenerationRequest):
         if self.best_of not in (None, 1, self.num_choices):
             message = "'best_of' other than 1 or 'n' is not supported by this server yet."
             raise bad_request(message, param="best_of", code="unsupported_parameter")
-        if self.echo and self.logprobs is not None:
-            message = "'echo' together with 'logprobs' is not supported by this server yet."
-            raise bad_request(message, param="echo", code="unsupported_parameter")
         if len(self.prompt) * self.num_choices > MAX_ANSWERS:
             message = f"At most {MAX_ANSWERS} answers (prompts times 'n') are allowed."
             raise bad_request(message, param="n")
@@ -106,6 +103,10 @@ class TextCompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -162,6 +162,20 @@ def test_kv_20_log_probabilities_are_those_of_a_cold_run(server: ByteServer) -> 
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
 
 
+def test_kv_20_echoed_log_probabilities_do_not_depend_on_the_cache(server: ByteServer) -> None:
+    item = {"prompt": "what stands in a prompt " * 4, "echo": True, "logprobs": 2, "max_tokens": 3}
+    fill = {**item, "echo": False}
+    cold = server.client.post("/v1/completions", json={**item, "temperature": 0}).json()
+    assert server.client.post("/v1/completions", json=fill).status_code == 200
+    warm = server.client.post("/v1/completions", json={**item, "temperature": 0}).json()
+    assert cached(warm) == 0
+    one, other = (answer["choices"][0]["logprobs"] for answer in (cold, warm))
+    assert one["tokens"] == other["tokens"]
+    assert len(one["tokens"]) == cold["usage"]["total_tokens"]
+    assert one["token_logprobs"][0] is None
+    assert one["token_logprobs"][1:] == pytest.approx(other["token_logprobs"][1:], abs=1e-4)
+
+
 def test_kv_21_what_others_relay_changes_no_exact_answer(server: ByteServer) -> None:
     item = body("what ran before must not matter, whatever it was")
     alone = ids_of(server.client.chat(**item).json())

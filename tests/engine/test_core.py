@@ -329,3 +329,31 @@ def test_blocks_add_up_after_any_mix_of_requests_aborts_and_preemptions() -> Non
     assert aborted > 10
     assert core.stats().num_preemptions > 0
     _accounts(core)
+
+
+def _prompt_logprobs(prompt: list[int]) -> list[float]:
+    logprobs = dense_logits(tiny_model(), prompt).log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_log_probabilities_of_the_prompt_are_those_of_a_dense_forward(budget: int) -> None:
+    prompt = ids(27, 75)
+    core = tiny_core(max_num_batched_tokens=budget)
+    run(core, request("warms the prefix cache", prompt, 3, session="s"))
+    scored, plain = run(
+        core,
+        request("scored", prompt, 6, session="s", num_prompt_logprobs=2, num_logprobs=1),
+        request("plain", ids(28, 40), 6),
+    )
+    first = scored.outputs[0]
+    assert [entry.token_id for entry in first.prompt_logprobs] == prompt[1:]
+    found = [entry.logprob for entry in first.prompt_logprobs]
+    assert found == pytest.approx(_prompt_logprobs(prompt), abs=1e-4)
+    assert all(len(entry.top) == 2 for entry in first.prompt_logprobs)
+    assert not any(output.prompt_logprobs for output in scored.outputs[1:])
+    assert scored.last.usage.num_cached_tokens == 0
+    assert "log-probabilities" in scored.relay.reason
+    assert scored.token_ids == _greedy(prompt, 6)
+    assert plain.token_ids == _greedy(ids(28, 40), 6)
+    assert not any(output.prompt_logprobs for output in plain.outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relaykv.engine.client import EngineStats, ModelCard, RecordingInfo, SessionInfo
@@ -119,7 +119,8 @@ class FakeEngine:
                 await asyncio.sleep(script.delay_s)
                 num_output_tokens += len(piece.encode())
                 relay = _report(request) if index == 0 else None
-                yield self._output(request, piece, num_output_tokens, relay)
+                output = self._output(request, piece, num_output_tokens, relay)
+                yield output if index else replace(output, prompt_logprobs=_of_prompt(request))
             if script.raises is not None:
                 raise script.raises
             done = True
@@ -167,6 +168,12 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(0, 0, 1, 0, 0, 0, 1, 0, len(self.script.aborted))
+
+
+def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
+    if request.sampling.num_prompt_logprobs is None:
+        return ()
+    return tuple(TokenLogprob(token_id, -0.25) for token_id in request.prompt_token_ids[1:])
 
 
 def _report(request: GenerateRequest) -> RelayReport:

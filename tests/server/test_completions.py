@@ -111,6 +111,28 @@ def test_a_stream_adds_up_to_the_plain_answer(client: AppClient, engine: FakeEng
             assert [value for piece in streamed for value in piece] == values
 
 
+def test_an_echo_with_log_probabilities_holds_those_of_the_prompt(client: AppClient) -> None:
+    answer = complete(client, prompt="hé", echo=True, logprobs=0).json()
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "héHello world"
+    assert logprobs["tokens"][:3] == ["h", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["token_logprobs"][:4] == [None, -0.25, -0.25, -0.5]
+    assert logprobs["top_logprobs"][:2] == [None, {"bytes:\\xc3": -0.25}]
+    assert logprobs["text_offset"][:5] == [0, 1, 1, 2, 3]
+    assert {len(values) for values in logprobs.values()} == {3 + len("Hello world")}
+
+
+def test_a_stream_echoes_log_probabilities_as_the_plain_answer_does(client: AppClient) -> None:
+    plain = complete(client, prompt="abc", echo=True, logprobs=1).json()["choices"][0]["logprobs"]
+    chunks = chunks_of(complete(client, prompt="abc", echo=True, logprobs=1, stream=True))
+    streamed: dict[str, list[Any]] = {name: [] for name in plain}
+    for chunk in chunks:
+        for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            streamed[name] += values
+    assert streamed == plain
+
+
 def test_a_stream_starts_with_the_echo(client: AppClient) -> None:
     chunks = chunks_of(complete(client, stream=True, echo=True))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["hiHel", "lo", " world", ""]
@@ -182,7 +204,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"logprobs": 6}),
     ("logprobs", {"logprobs": True}),
     ("echo", {"echo": 1}),
-    ("echo", {"echo": True, "logprobs": 1}),
     ("best_of", {"best_of": 3, "n": 2}),
     ("suffix", {"suffix": "end"}),
     ("temperature", {"temperature": 3}),
