@@ -189,8 +189,9 @@ def _limit_spinning() -> None:
     """Lets idle OpenMP threads sleep soon instead of spinning, unless the user says otherwise.
 
     By default they spin so long that on a busy machine threads which wait take the processor
-    from those that work: measured, 20 to 40 times slower beside one other busy process, for at
-    most a few percent gained on an idle one. Must run before torch is loaded.
+    from those that work: measured beside other busy processes, decode steps 2.4 times and a
+    prefill 6.6 times slower, for nothing gained on an idle machine (benchmarks/RESULTS.md).
+    Must run before torch is loaded.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
