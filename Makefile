@@ -10,6 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+KERNELS_STAMP := $(VENV)/.kernels-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SCHEMATHESIS := $(VENV)/schemathesis/bin/schemathesis
 PACKAGES := server engine kernels clients
@@ -19,7 +20,7 @@ SCRIPTS := tests benchmarks
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup links serve demo check test test-slow test-all test-clients bench clean
+.PHONY: help setup setup-kernels links serve demo check test test-slow test-all test-clients bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list these verbs
@@ -33,6 +34,13 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev,demo]'
+	touch $@
+
+# FlashInfer and Triton run without a GPU, up to the kernels themselves.
+setup-kernels: $(KERNELS_STAMP)  ## add FlashInfer and Triton, which the tests use: 1.7 GB on disk
+
+$(KERNELS_STAMP): $(STAMP) tests/kernels/requirements.txt
+	$(PIP) install --no-deps -r tests/kernels/requirements.txt
 	touch $@
 
 # Type checkers do not read setuptools' package-dir mapping; they follow these links.
@@ -62,10 +70,10 @@ test test-slow test-clients: export GOMP_SPINCOUNT ?= 1000
 test test-slow test-clients: export OMP_NUM_THREADS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); \
 	test $$n -gt 2 && echo 2 || echo $$n)
 
-test: setup  ## the tests that are not slow; minutes, and the default model once
+test: setup-kernels  ## the tests that are not slow; minutes, and the default model once
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: setup  ## the slow tests alone
+test-slow: setup-kernels  ## the slow tests alone
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: test test-slow  ## every test

@@ -72,7 +72,7 @@ class TeacherForcing:
             self._core.runner.relay(copies)
             builder = ForwardBatchBuilder(self._core.runner.cache, self._core.runner.num_layers)
             batch = builder.build(ScheduledBatch((request,), copies))
-            num_rows = batch.token_ids.numel()
+            num_rows = batch.token_ids.size
             rows = tuple(range(num_rows - len(answer), num_rows))
             logits, counts = self._core.runner.forward_pass.run(replace(batch, sample_rows=rows))
         finally:

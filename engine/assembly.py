@@ -5,38 +5,47 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 
 from relaykv.engine.admission import Admission
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import ModelCard
-from relaykv.engine.config import CacheConfig, ModelConfig, RelayConfig, SchedulerConfig
+from relaykv.engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    RelayConfig,
+    SchedulerConfig,
+)
 from relaykv.engine.core import EngineCore
+from relaykv.engine.decode_graphs import Capture
+from relaykv.engine.device import (
+    build_runner,
+    choose_device,
+    choose_dtype,
+    choose_kernels,
+    device_config,
+)
 from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.loader import load_model, resolve_model
-from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.model_store import default_model_name
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.models.fingerprint import model_fingerprint
 from relaykv.engine.options import EngineOptions
-from relaykv.engine.policy import Bands, Policy, builtin_policies
+from relaykv.engine.policy import Policy, builtin_policies
 from relaykv.engine.prefix_cache import PrefixCache
 from relaykv.engine.recording import RecordingStore
-from relaykv.engine.relay_profile import default_bands, find_profile, read_profile
+from relaykv.engine.relay_profile import BandsSource, ChosenBands, choose_bands
 from relaykv.engine.scheduler import Scheduler
+from relaykv.engine.sizing import choose_cache, choose_max_model_len
 from relaykv.engine.tokenizer import Tokenizer
-from relaykv.kernels.attention_torch import TorchAttention
+from relaykv.kernels.attention import AttentionBackend
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Without --kv-memory: a fifth of what is free now, within bounds that suit small machines.
-_KV_MEMORY_SHARE = 0.2
-_MAX_DEFAULT_KV_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +62,47 @@ class EngineParts:
     scheduler: SchedulerConfig
     relay: RelayConfig
     card: ModelCard
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    bands_source: BandsSource = BandsSource.GIVEN  # of the policy `relay`
+    profile: Path | None = None  # that they were read from
+
+    @property
+    def relay_bands(self) -> ChosenBands:
+        """Where the policy `relay` repairs, and where that comes from."""
+        bands = self.policies["relay"].bands
+        assert bands is not None
+        fingerprint = self.fingerprint.partition(":")[0]  # without the numeric type
+        return ChosenBands(bands, self.bands_source, fingerprint, self.profile)
 
 
 def prepare(options: EngineOptions) -> EngineParts:
     """Loads the model and settles every size. Raises what `load_engine` lists."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    if options.dtype not in _DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
-    dtype = _DTYPES[options.dtype]
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    kernels = choose_kernels(device)
     name = default_model_name if options.model == "default" else options.model
     folder = resolve_model(name)
-    model = load_model(folder, dtype, torch.device("cpu"))
+    model = load_model(folder, dtype, device, kernels)
     fingerprint = model_fingerprint(model.config, model.final_norm)
-    bands = _relay_bands(options, model.config, fingerprint)
-    policies = builtin_policies(model.config.num_layers, bands)
+    chosen = _relay_bands(options, model.config.num_layers, fingerprint)
+    policies = builtin_policies(model.config.num_layers, chosen.bands)
     if options.relay_policy not in policies:
         raise ValueError(
             f"relay policy {options.relay_policy!r} is unknown; use one of {', '.join(policies)}"
         )
-    cache = _cache_config(options, model.config, dtype)
-    max_model_len = _max_model_len(options, model.config, cache)
+    config = device_config(options, device)
+    cache = choose_cache(options, model, config)
+    max_model_len = choose_max_model_len(options, model.config, cache)
     tokenizer = Tokenizer.from_folder(folder)
     return EngineParts(
         folder=folder,
         model=model,
         tokenizer=tokenizer,
-        fingerprint=f"{fingerprint}:{options.dtype}",
+        fingerprint=f"{fingerprint}:{dtype}",
         policies=policies,
-        hidden_layer=bands.inject,
+        hidden_layer=chosen.bands.inject,
         cache=cache,
         scheduler=SchedulerConfig(
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -89,6 +110,9 @@ def prepare(options: EngineOptions) -> EngineParts:
             max_model_len=max_model_len,
         ),
         relay=RelayConfig(default_policy=options.relay_policy),
+        device=config,
+        bands_source=chosen.source,
+        profile=chosen.path,
         card=ModelCard(
             name=options.served_model_name or (name if name != str(folder) else folder.name),
             max_model_len=max_model_len,
@@ -99,19 +123,29 @@ def prepare(options: EngineOptions) -> EngineParts:
     )
 
 
-def build_core(parts: EngineParts) -> EngineCore:
-    """Puts the three rings together."""
+def build_core(
+    parts: EngineParts,
+    attention: AttentionBackend[Any, Any] | None = None,
+    capture: Capture | None = None,
+) -> EngineCore:
+    """Puts the three rings together.
+
+    Args:
+        attention: instead of the one that fits the device.
+        capture: how decode steps become graphs, instead of the device's own way.
+    """
     config, cache_config = parts.model.config, parts.cache
-    cache = KVCache(config, cache_config, parts.model.dtype, parts.model.device)
-    attention = TorchAttention(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        cache_config.block_size,
-        parts.model.dtype,
-    )
     grammars = GrammarMatchers(parts.tokenizer, config.vocab_size, config.eos_token_ids)
-    runner = ModelRunner(parts.model, cache, attention, parts.hidden_layer, grammars)
+    runner = build_runner(
+        parts.model,
+        cache_config,
+        parts.device,
+        parts.hidden_layer,
+        parts.scheduler.max_model_len,
+        grammars,
+        attention,
+        capture,
+    )
     pool = BlockPool(cache_config.num_blocks)
     prefix_cache = PrefixCache(pool, cache_config.block_size, parts.fingerprint)
     relay = parts.relay
@@ -143,48 +177,19 @@ def build_core(parts: EngineParts) -> EngineCore:
     )
 
 
-def _relay_bands(options: EngineOptions, config: ModelConfig, fingerprint: str) -> Bands:
-    if options.profile is not None:
-        profile = read_profile(Path(options.profile), config.num_layers)
-        if profile.fingerprint != fingerprint:
-            _log.warning("the profile %s was made for another model", options.profile)
-        return profile.bands
-    shipped = find_profile(fingerprint, config.num_layers)
-    if shipped is not None:
-        return shipped.bands
-    bands = default_bands(config.num_layers)
-    _log.warning(
-        "no relay profile for this model (fingerprint %s); using the safe bands "
-        "inject %d, select %d, stop %d",
-        fingerprint,
-        bands.inject,
-        bands.select,
-        bands.stop,
-    )
-    return bands
-
-
-def _cache_config(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CacheConfig:
-    num_bytes = options.kv_memory_bytes
-    if num_bytes is None:
-        available = psutil.virtual_memory().available
-        num_bytes = min(int(available * _KV_MEMORY_SHARE), _MAX_DEFAULT_KV_BYTES)
-    block_size = CacheConfig(1).block_size
-    num_blocks = num_bytes // (block_size * KVCache.bytes_per_token(config, dtype))
-    if num_blocks < 2:
-        raise ValueError(f"{num_bytes} bytes of KV memory hold less than two blocks of this model")
-    return CacheConfig(num_blocks, block_size)
-
-
-def _max_model_len(options: EngineOptions, config: ModelConfig, cache: CacheConfig) -> int:
-    wanted = options.max_model_len or config.max_model_len
-    if wanted > config.max_model_len:
-        raise ValueError(f"max model length {wanted} is above the model's {config.max_model_len}")
-    if wanted > cache.num_slots:
-        if options.max_model_len is not None:
-            raise ValueError(
-                f"a request of {wanted} tokens does not fit into KV memory for {cache.num_slots}"
-            )
-        _log.warning("KV memory holds %d tokens: requests are limited to that", cache.num_slots)
-        return cache.num_slots
-    return wanted
+def _relay_bands(options: EngineOptions, num_layers: int, fingerprint: str) -> ChosenBands:
+    """Says in the log when the bands may not fit the model."""
+    given = None if options.profile is None else Path(options.profile)
+    chosen = choose_bands(given, fingerprint, num_layers)
+    if chosen.source is BandsSource.DEFAULT:
+        _log.warning(
+            "no relay profile for this model (fingerprint %s): relay uses the safe bands "
+            "inject %d, select %d, stop %d; `relaykv profile` finds better ones",
+            fingerprint,
+            chosen.bands.inject,
+            chosen.bands.select,
+            chosen.bands.stop,
+        )
+    elif chosen.made_for != fingerprint:
+        _log.warning("the profile %s was made for another model", chosen.path)
+    return chosen

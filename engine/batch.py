@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import Span
 from relaykv.engine.request import SamplingParams, TokenLogprob
+
+# Stands in a step for the token that the step launched before it is still sampling.
+UNKNOWN_TOKEN = -1
+
+
+class PendingStep(Protocol):
+    """A step that was launched and whose device work may still be going on."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the step. Called once, in the order of launching.
+
+        Raises:
+            FloatingPointError: the logits of a row are not finite.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,3 +71,17 @@ class RelayConfig:
 
     default_policy: str = "relay"  # for requests that name a session and no policy
     min_segment_tokens: int = 32  # shorter matches are computed, not relayed
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """How the device is driven. The defaults suit a CPU."""
+
+    overlap: bool = False  # schedule the next step while one is running
+    graph_sizes: tuple[int, ...] = ()  # numbers of decode rows that get a graph
+    deterministic: bool = False  # results do not depend on what else is in the batch
+    stock_attention: bool = False  # FlashInfer's own modules only, no mask variant
+    # Attention received is added up on every n-th layer of every n-th step: it costs as much
+    # as reading the keys once more.
+    influence_layer_stride: int = 1
+    influence_step_stride: int = 1

@@ -1,20 +1,17 @@
-"""A scheduled batch as flat rows and tensors: what the model's layers work on."""
+"""A scheduled batch as flat rows: what the model's layers work on, still on the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from relaykv.engine.batch import ScheduledBatch, ScheduledRequest
+from relaykv.engine.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.policy import Bands, Deviation, Policy
 from relaykv.engine.recompute import select_tokens
-
-IntArray = NDArray[np.int64]
+from relaykv.kernels.attention import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +41,26 @@ class ForwardBatch:
     """Rows of one step, request by request, positions rising within a request.
 
     A row is active at layers [enter, leave). Rows of a span that selects at a layer are active
-    up to and including that layer; the forward pass extends or ends them there.
+    up to and including that layer; the forward pass extends or ends them there. Requests stand in
+    the order that `AttentionBatch` asks for.
     """
 
-    token_ids: Tensor  # int64 [rows]
-    positions: Tensor  # int64 [rows]
-    slots: Tensor  # int64 [rows]
+    token_ids: IntArray  # [rows]; anything where `unknown_rows` says so
+    positions: IntArray  # [rows]
+    slots: IntArray  # [rows]
     request_index: IntArray  # [rows]
     enter: IntArray  # [rows]
     leave: IntArray  # [rows]
+    unknown_rows: IntArray  # whose token is still being sampled by the step before
+    unknown_request_ids: tuple[str, ...]  # and for which request
     spans: tuple[SpanRows, ...]
     static_selections: tuple[StaticSelection, ...]
-    block_indptr: tuple[int, ...]  # blocks of request r in `block_ids`
-    block_ids: Tensor  # int64
+    block_indptr: IntArray  # blocks of request r in `block_ids`
+    block_ids: IntArray
     counts_influence: tuple[bool, ...]
-    fresh_slots: Tensor  # int64, of the rows that are not relayed
+    num_decodes: int  # requests of a single row, at the head
+    num_dense: int  # behind them: requests that relay nothing
+    fresh_slots: IntArray  # of the rows that are not relayed
     sample_rows: tuple[int, ...]  # whose logits are needed
     sample_request_ids: tuple[str, ...]
     scored_rows: tuple[int, ...]  # likewise, for log-probabilities of prompts
@@ -67,12 +69,28 @@ class ForwardBatch:
     def num_requests(self) -> int:
         return len(self.counts_influence)
 
+    @property
+    def is_decode_only(self) -> bool:
+        return self.num_decodes == self.num_requests
+
+
+def in_row_order(batch: ScheduledBatch) -> ScheduledBatch:
+    """The same batch with decodes first, then dense chunks, then those with relayed spans."""
+    return replace(batch, requests=tuple(sorted(batch.requests, key=_row_class)))
+
+
+def _row_class(request: ScheduledRequest) -> int:
+    if request.relay_spans:
+        return 2
+    return 0 if request.stop - request.start == 1 else 1
+
 
 class ForwardBatchBuilder:
     """Collects the rows of one request after another."""
 
     def __init__(self, cache: KVCache, num_layers: int) -> None:
         self._cache = cache
+        self._block_size = cache.block_size
         self._num_layers = num_layers
         self._token_ids: list[int] = []
         self._positions: list[int] = []
@@ -88,29 +106,38 @@ class ForwardBatchBuilder:
         self._scored_rows: list[int] = []
 
     def build(self, batch: ScheduledBatch) -> ForwardBatch:
-        """Lays out a batch. Influence of relayed spans must already be in place."""
+        """Lays out a batch in row order. Influence of relayed spans must already be in place."""
         block_ids: list[int] = []
         block_indptr = [0]
         for index, request in enumerate(batch.requests):
             self._add(index, request)
-            num_blocks = -(-request.stop // self._cache.block_size)
+            num_blocks = -(-request.stop // self._block_size)
             block_ids.extend(request.block_ids[:num_blocks])
             block_indptr.append(len(block_ids))
-        slots = np.array(self._slots, dtype=np.int64)
-        fresh = slots[~np.array(self._relayed, dtype=bool)]
+        classes = [_row_class(request) for request in batch.requests]
+        assert classes == sorted(classes), "the batch is not in row order"
+        slots = _ints(self._slots)
+        token_ids, request_index = _ints(self._token_ids), _ints(self._request_index)
+        unknown = np.flatnonzero(token_ids == UNKNOWN_TOKEN)
         return ForwardBatch(
-            token_ids=self._tensor(self._token_ids),
-            positions=self._tensor(self._positions),
-            slots=self._tensor(slots),
-            request_index=np.array(self._request_index, dtype=np.int64),
-            enter=np.array(self._enter, dtype=np.int64),
-            leave=np.array(self._leave, dtype=np.int64),
+            token_ids=np.maximum(token_ids, 0),
+            positions=_ints(self._positions),
+            slots=slots,
+            request_index=request_index,
+            enter=_ints(self._enter),
+            leave=_ints(self._leave),
+            unknown_rows=unknown,
+            unknown_request_ids=tuple(
+                batch.requests[index].request_id for index in request_index[unknown]
+            ),
             spans=tuple(self._spans),
             static_selections=tuple(self._static),
-            block_indptr=tuple(block_indptr),
-            block_ids=self._tensor(block_ids),
+            block_indptr=_ints(block_indptr),
+            block_ids=_ints(block_ids),
             counts_influence=tuple(request.counts_influence for request in batch.requests),
-            fresh_slots=self._tensor(fresh),
+            num_decodes=classes.count(0),
+            num_dense=classes.count(1),
+            fresh_slots=slots[~np.array(self._relayed, dtype=bool)],
             sample_rows=tuple(self._sample_rows),
             sample_request_ids=tuple(self._sample_request_ids),
             scored_rows=tuple(self._scored_rows),
@@ -163,15 +190,19 @@ class ForwardBatchBuilder:
         leave: int,
         relayed: bool,
     ) -> None:
-        size = self._cache.block_size
         count = len(positions)
         self._token_ids += [request.token_ids[p - request.start] for p in positions]
         self._positions += positions
-        self._slots += [request.block_ids[p // size] * size + p % size for p in positions]
+        self._slots += self._slots_of(request, positions)
         self._request_index += [index] * count
         self._enter += [enter] * count
         self._leave += [leave] * count
         self._relayed += [relayed] * count
 
-    def _tensor(self, values: list[int] | IntArray) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=self._cache.device)
+    def _slots_of(self, request: ScheduledRequest, positions: Iterable[int]) -> list[int]:
+        size = self._block_size
+        return [request.block_ids[p // size] * size + p % size for p in positions]
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)

@@ -24,16 +24,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (model.num_layers, cache.num_slots, model.num_kv_heads, model.head_dim)
+        # One block more than can be handed out, for rows that only fill up a batch.
+        num_slots = cache.num_slots + cache.block_size
+        shape = (model.num_layers, num_slots, model.num_kv_heads, model.head_dim)
         self.block_size = cache.block_size
+        self.scratch_block = cache.num_blocks
         self.device = device
         # Zeros, not empty: a masked slot must not hold a NaN. [layers, slots, kv heads, head dim]
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         # The hidden state that enters the policy's injection layer. [slots, hidden size]
-        self.hidden = torch.zeros((cache.num_slots, model.hidden_size), dtype=dtype, device=device)
+        self.hidden = torch.zeros((num_slots, model.hidden_size), dtype=dtype, device=device)
         # The attention a token has received from tokens decoded behind it. [slots]
-        self.influence = torch.zeros(cache.num_slots, dtype=torch.float32, device=device)
+        self.influence = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     @staticmethod
     def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ from relaykv.engine.model_store import default_model_name, pull_default_model
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.models.families import model_config_from_hf
 from relaykv.engine.models.layers import LayerWeights
+from relaykv.kernels.kernel_set import KernelSet
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -61,13 +62,16 @@ def read_model_config(path: Path) -> ModelConfig:
     return model_config_from_hf(config, _read_json(generation) if generation.is_file() else None)
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device, kernels: KernelSet | None = None
+) -> DecoderModel:
     """Loads weights from safetensors, one file or sharded with an index.
 
     Args:
         path: a Hugging Face model folder.
-        dtype: fp32 or bf16; the weights are cast to it.
+        dtype: fp32, bf16 or fp16; the weights are cast to it.
         device: where the weights go.
+        kernels: fit for that device; None: plain torch.
 
     Raises:
         ModelLoadError: a tensor is missing, left over, of the wrong shape or not a float; or
@@ -86,6 +90,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> DecoderM
             layers=tuple(_layer(weights, config, i) for i in range(config.num_layers)),
             final_norm=weights.tensor("model.norm.weight"),
             head=embedding if tied else weights.tensor("lm_head.weight"),
+            kernels=kernels,
         )
 
 

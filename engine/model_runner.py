@@ -1,27 +1,61 @@
-"""Owns the device: executes one scheduled batch."""
+"""Owns the device: executes scheduled batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch
-from relaykv.engine.forward_batch import ForwardBatchBuilder
+from relaykv.engine.batch import (
+    ModelRunnerOutput,
+    PendingStep,
+    RecomputeCount,
+    RelayCopy,
+    ScheduledBatch,
+)
+from relaykv.engine.config import DeviceConfig
+from relaykv.engine.decode_graphs import DecodeGraphs
+from relaykv.engine.forward_batch import ForwardBatch, ForwardBatchBuilder, in_row_order
 from relaykv.engine.forward_pass import ForwardPass
 from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
+from relaykv.engine.logprobs import ScoredTokens, Scores
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.relay import relay
-from relaykv.engine.request import TokenLogprob
-from relaykv.engine.sampler import Sampler, token_logprob
+from relaykv.engine.sampler import SampledRows, Sampler
 from relaykv.kernels.attention import AttentionBackend
+from relaykv.kernels.sampling import cpu_filters, cuda_filters
+from relaykv.kernels.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a launched step leaves to be read."""
+
+    request_ids: tuple[str, ...]  # whose tokens are sampled
+    sampled: SampledRows | None = None
+    recomputed: Mapping[str, RecomputeCount] = field(default_factory=dict)
+    scored_request_ids: tuple[str, ...] = ()
+    scores: Scores | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self.sampled is None or self.scores is None:
+            return ModelRunnerOutput({}, {})
+        sampled = dict(zip(self.request_ids, self.sampled.tokens(), strict=True))
+        scored = dict(zip(self.scored_request_ids, self.scores.logprobs(), strict=True))
+        return ModelRunnerOutput(sampled, self.recomputed, scored)
 
 
 class ModelRunner:
     """Model, KV cache, attention backend and sampler of one device.
+
+    Everything on the device is ordered on one stream, so a step may be launched while the one
+    before it is running: it reads and writes the cache behind it.
 
     Attributes:
         cache, forward_pass: for tools that measure, which use them between two steps.
@@ -32,49 +66,86 @@ class ModelRunner:
         self,
         model: DecoderModel,
         cache: KVCache,
-        attention: AttentionBackend[Any],
+        attention: AttentionBackend[Any, Any],
         hidden_layer: int,
         grammars: GrammarMatchers | None = None,
+        device: DeviceConfig | None = None,
     ) -> None:
+        filters = cuda_filters() if cache.device.type == "cuda" else cpu_filters()
+        device = device or DeviceConfig()
         self._model = model
         self.cache = cache
-        self.forward_pass = ForwardPass(model, cache, attention, hidden_layer)
+        self.staging = Staging(cache.device)
+        self.forward_pass = ForwardPass(
+            model,
+            cache,
+            attention,
+            hidden_layer,
+            self.staging,
+            model.kernels,
+            influence_layer_stride=device.influence_layer_stride,
+        )
         self.grammars = grammars
-        self._sampler = Sampler(grammars)
+        self._sampler = Sampler(grammars, self.staging.upload, filters)
+        self._graphs: DecodeGraphs | None = None
+        self._influence_step_stride = device.influence_step_stride
+        self._num_steps = 0
+        self._sampled: tuple[Tensor, Mapping[str, int]] | None = None  # of the step before
 
     @property
     def num_layers(self) -> int:
         return self._model.config.num_layers
 
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """Captures decode steps, and from now on runs those that are covered as graphs."""
+        with torch.inference_mode():
+            graphs.capture_all(
+                lambda keys: tqdm(keys, desc="capturing decode graphs", unit="graph")
+            )
+        self._graphs = graphs
+
     @torch.inference_mode()
-    def relay(self, copies: Iterable[RelayCopy]) -> None:
+    def relay(self, copies: Sequence[RelayCopy]) -> None:
         """Brings recorded KV to its place in other prompts."""
-        for copy in copies:
-            relay(self.cache, copy, self._model.inv_freq)
+        shift_copy = self._model.kernels.shift_copy
+        relay(self.cache, copies, self._model.inv_freq, self.staging, shift_copy)
+
+    def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
+        """Launches a step and waits for it."""
+        return self.launch(batch).result()
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
-        """Relay copies, then the forward, then a token for every finished chunk."""
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Relay copies, then the forward, then a token for every finished chunk.
+
+        On a CUDA device this returns before any of it is done, except where a policy selects by
+        what a layer finds out.
+        """
         self.relay(batch.copies)
-        builder = ForwardBatchBuilder(self.cache, self.num_layers)
-        forward_batch = builder.build(batch)
-        if not forward_batch.token_ids.numel():
-            return ModelRunnerOutput({}, {})  # a chunk of relayed tokens only
-        logits, recomputed = self.forward_pass.run(forward_batch)
+        batch = in_row_order(batch)
+        forward_batch = ForwardBatchBuilder(self.cache, self.num_layers).build(batch)
+        if not forward_batch.token_ids.size:
+            return _Step(())  # a chunk of relayed tokens only
+        logits, recomputed = self._forward(forward_batch)
         rows = [r.sampling for r in batch.requests if r.sampling is not None]
-        tokens = self._sampler.sample(logits[: len(rows)], rows)
-        sampled = dict(zip(forward_batch.sample_request_ids, tokens, strict=True))
-        return ModelRunnerOutput(sampled, recomputed, _score(batch, logits[len(rows) :]))
+        names = forward_batch.sample_request_ids
+        sampled = self._sampler.start(logits[: len(rows)], rows)
+        self._sampled = (sampled.token_ids, {name: place for place, name in enumerate(names)})
+        scored = [r for r in batch.requests if r.scored_token_ids]
+        prompts = [ScoredTokens(r.scored_token_ids, r.num_top_logprobs) for r in scored]
+        scores = self._sampler.start_scores(logits[len(rows) :], prompts)
+        scored_ids = tuple(request.request_id for request in scored)
+        return _Step(names, sampled, recomputed, scored_ids, scores)
 
-
-def _score(batch: ScheduledBatch, logits: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
-    """Log-probabilities of the prompts' own tokens; logits [scored rows, vocab]."""
-    scored = {}
-    start = 0
-    for request in batch.requests:
-        wanted = enumerate(request.scored_token_ids, start)
-        start += len(request.scored_token_ids)
-        entries = [token_logprob(logits[i], t, request.num_top_logprobs) for i, t in wanted]
-        if entries:
-            scored[request.request_id] = tuple(entries)
-    return scored
+    def _forward(self, batch: ForwardBatch) -> tuple[Tensor, Mapping[str, RecomputeCount]]:
+        before = None
+        if batch.unknown_rows.size:
+            assert self._sampled is not None
+            tokens, places = self._sampled
+            unknown = [places[name] for name in batch.unknown_request_ids]
+            before = (tokens, np.array(unknown, dtype=np.int64))
+        counts_influence = self._num_steps % self._influence_step_stride == 0
+        self._num_steps += 1
+        if self._graphs is not None and self._graphs.covers(batch):
+            return self._graphs.run(batch, before, counts_influence), {}
+        return self.forward_pass.run(batch, before, counts_influence)

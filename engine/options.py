@@ -11,7 +11,8 @@ class EngineOptions:
 
     model: str = "default"  # "default", a Hugging Face folder or a hub id
     served_model_name: str | None = None  # None: the model's own name
-    dtype: str = "float32"  # "float32" or "bfloat16"
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": a GPU when there is one
+    dtype: str = "auto"  # "float32", "bfloat16", "float16"; "auto": by the device
     max_model_len: int | None = None  # tokens of prompt and answer together
     kv_memory_bytes: int | None = None
     max_num_batched_tokens: int = 512  # rows that one step computes
@@ -19,3 +20,9 @@ class EngineOptions:
     relay_policy: str = "relay"  # for requests that name a session and no policy
     profile: str | None = None  # file with the model's relay bands; None: the shipped one
     num_threads: int | None = None  # None: torch decides
+    # On a GPU only:
+    gpu_memory_share: float = 0.9  # of the whole device, for weights, activations and KV cache
+    cuda_graphs: bool = True  # run decode steps as graphs
+    overlap: bool = True  # schedule the next step while one is running
+    deterministic: bool = False  # attention that does not depend on what else is in the batch
+    stock_attention: bool = False  # only FlashInfer's own modules; no compiler is needed for more

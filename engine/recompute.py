@@ -1,11 +1,32 @@
-"""The decision of a policy at its selection layer: which tokens of a segment stay active."""
+"""The decision of a policy at its selection layer: which tokens of a segment stay active, and
+what computing them takes."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
+from relaykv.engine.batch import RecomputeCount
 from relaykv.engine.policy import Selection
+
+
+class RecomputeCounter:
+    """Adds up what repairing relayed spans takes in one step, by request."""
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[str, dict[int, int]] = defaultdict(dict)
+        self._num_layer_tokens: dict[str, int] = defaultdict(int)
+
+    def add(self, request_id: str, span_start: int, num_tokens: int, layer_tokens: int) -> None:
+        self._num_tokens[request_id][span_start] = num_tokens
+        self._num_layer_tokens[request_id] += layer_tokens
+
+    def counts(self) -> dict[str, RecomputeCount]:
+        return {
+            request_id: RecomputeCount(num_tokens, self._num_layer_tokens[request_id])
+            for request_id, num_tokens in self._num_tokens.items()
+        }
 
 
 def select_tokens(

@@ -1,34 +1,49 @@
-"""Carries out relay copies: a recording's KV brought to its place in another prompt."""
+"""Carries out relay copies: recordings' KV brought to its place in other prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from relaykv.engine.batch import RelayCopy
 from relaykv.engine.kv_cache import KVCache
-from relaykv.kernels.rope import cos_sin, rotate_keys
+from relaykv.kernels.attention import IntArray
+from relaykv.kernels.kernel_set import ShiftCopy
+from relaykv.kernels.rope import cos_sin
+from relaykv.kernels.staging import Staging
 
 
-def relay(cache: KVCache, copy: RelayCopy, inv_freq: Tensor) -> None:
-    """Copies all layers of K, V, the hidden states and the influence of one segment.
-
-    Keys are stored after RoPE at the position they were computed for. Rotations compose, so one
-    rotation by the shift, the same for every token, moves them (RelayCaching, section 4; KVCOMM,
-    section 4.3). Values do not depend on the position.
+def relay(
+    cache: KVCache,
+    copies: Sequence[RelayCopy],
+    inv_freq: Tensor,
+    staging: Staging,
+    shift_copy: ShiftCopy,
+) -> None:
+    """Copies all layers of K, V, the hidden states and the influence of segments, all at once.
 
     Args:
-        inv_freq: the model's rotary frequencies, fp64 [rotary_dim / 2].
+        inv_freq: the model's rotary frequencies, fp64 [rotary_dim / 2], on the CPU: angles of
+            shifts are computed there, in fp64.
+        shift_copy: the kernel.
     """
-    source = cache.slots(
-        copy.source_block_ids, copy.source_start, copy.source_start + copy.num_tokens
-    )
-    target = cache.slots(copy.block_ids, copy.start, copy.start + copy.num_tokens)
-    keys = cache.k.index_select(1, source)  # [layers, n, kv heads, head dim]
-    if copy.shift:
-        cos, sin = cos_sin(inv_freq, torch.tensor([copy.shift], device=cache.device))
-        keys = rotate_keys(keys.flatten(0, 1), cos[0], sin[0]).view_as(keys)
-    cache.k.index_copy_(1, target, keys)
-    cache.v.index_copy_(1, target, cache.v.index_select(1, source))
-    cache.hidden.index_copy_(0, target, cache.hidden.index_select(0, source))
-    cache.influence.index_copy_(0, target, cache.influence.index_select(0, source))
+    if not copies:
+        return
+    size = cache.block_size
+    source = [_slots(c.source_block_ids, c.source_start, c.num_tokens, size) for c in copies]
+    target = [_slots(c.block_ids, c.start, c.num_tokens, size) for c in copies]
+    segment = np.repeat(np.arange(len(copies)), [c.num_tokens for c in copies])
+    cos, sin = cos_sin(inv_freq, torch.tensor([c.shift for c in copies]))
+    arrays = (np.concatenate(source), np.concatenate(target), segment, cos.numpy(), sin.numpy())
+    shift_copy(cache.k, cache.v, cache.hidden, cache.influence, *staging.upload(arrays))
+
+
+def _slots(block_ids: Sequence[int], start: int, num_tokens: int, block_size: int) -> IntArray:
+    """Slots of positions [start, start + num_tokens) of a sequence."""
+    positions = np.arange(start, start + num_tokens)
+    blocks = np.array(block_ids, dtype=np.int64)[positions // block_size]
+    slots: IntArray = blocks * block_size + positions % block_size
+    return slots

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,17 +12,93 @@ from torch import Tensor
 
 from relaykv.engine.batch import SampledToken, SamplingRow
 from relaykv.engine.grammar import GrammarError, GrammarMatchers
-from relaykv.engine.request import SamplingParams, TokenLogprob
-from relaykv.kernels.sampling import (
-    apply_logit_bias,
-    apply_penalties,
-    apply_temperature,
-    apply_token_mask,
-    filter_min_p,
-    filter_top_k,
-    filter_top_p,
-    sample_from_probs,
+from relaykv.engine.logit_changes import LogitChange, LogitChanges, draws
+from relaykv.engine.logprobs import (
+    ScoredTokens,
+    Scores,
+    num_columns,
+    pack_logprobs,
+    start_scores,
+    unpack_logprobs,
 )
+from relaykv.engine.penalties import has_penalty
+from relaykv.engine.request import SamplingParams
+from relaykv.engine.row_subset import HostArray, RowSubset, Upload, share_memory
+from relaykv.kernels.readback import start_readback
+from relaykv.kernels.sampling import Filters, cpu_filters, sample_from_probs
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """A step's tokens, which the device may still be choosing.
+
+    Attributes:
+        token_ids: int64 [n] on the device, all of the vocabulary, also where logits are not
+            finite: so the next step may look them up before the host knows.
+    """
+
+    token_ids: Tensor
+    _asked: Mapping[int, int]  # by row that wants log-probabilities: how many alternatives
+    _errors: Mapping[int, str]  # by row
+    _num_columns: int  # of log-probabilities, per row that wants them
+    _read: Callable[[], Tensor]  # int32: token ids, -1 where not finite; log-probabilities
+
+    def tokens(self) -> list[SampledToken]:
+        """Waits for the device.
+
+        Raises:
+            FloatingPointError: a row's logits hold NaN or +inf, or are all -inf.
+        """
+        host = self._read().numpy()
+        num_rows = self.token_ids.shape[0]
+        token_ids: list[int] = host[:num_rows].tolist()
+        if -1 in token_ids:
+            raise FloatingPointError(f"the logits of row {token_ids.index(-1)} are not finite")
+        entries = unpack_logprobs(
+            host[num_rows:].reshape(len(self._asked), self._num_columns),
+            [token_ids[index] for index in self._asked],
+            list(self._asked.values()),
+        )
+        logprobs = dict(zip(self._asked, entries, strict=True))
+        return [
+            SampledToken(token_id, logprobs.get(index), self._errors.get(index))
+            for index, token_id in enumerate(token_ids)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a step chooses its tokens. Subsets of the slow rows but for `slow` itself."""
+
+    slow: RowSubset  # which draw, or whose logits are changed first
+    changes: Sequence[LogitChange]
+    drawn: RowSubset
+    numbers: HostArray  # fp64, one per drawn row
+
+    @property
+    def arrays(self) -> list[HostArray]:
+        """What has to be brought to the device for `choose`."""
+        arrays = [*self.slow.arrays] if self.slow.indices else []
+        for change in self.changes:
+            arrays += change.arrays
+        return [*arrays, *self.drawn.arrays, self.numbers] if self.drawn.indices else arrays
+
+    def choose(self, logits: Tensor, brought: Iterator[Tensor]) -> Tensor:
+        """Token ids [n] for logits [n, V]."""
+        if not self.slow.indices:
+            return logits.argmax(dim=-1)  # of equal logits, the lowest id
+        at = self.slow.receive(brought)
+        changed = self.slow.take(logits, at)
+        for change in self.changes:
+            changed = change.apply(changed, brought)
+        chosen = self._draw(changed, brought) if self.drawn.indices else changed.argmax(dim=-1)
+        return chosen if at is None else self.slow.put(logits.argmax(dim=-1), at, chosen)
+
+    def _draw(self, logits: Tensor, brought: Iterator[Tensor]) -> Tensor:
+        at, numbers = self.drawn.receive(brought), next(brought)
+        probs = self.drawn.take(logits, at).softmax(dim=-1)
+        chosen = sample_from_probs(probs, numbers)
+        return chosen if at is None else self.drawn.put(logits.argmax(dim=-1), at, chosen)
 
 
 class Sampler:
@@ -31,12 +108,31 @@ class Sampler:
     earlier steps: a request that was preempted continues as if it had not been.
     """
 
-    def __init__(self, grammars: GrammarMatchers | None = None) -> None:
-        """Without `grammars`, rows that have a grammar end with an error."""
+    def __init__(
+        self,
+        grammars: GrammarMatchers | None = None,
+        upload: Upload = share_memory,
+        filters: Filters | None = None,
+    ) -> None:
+        """
+        Args:
+            grammars: without them, rows that have a grammar end with an error.
+            upload: brings host values to the logits' device; called once per step at most.
+            filters: those of that device; a CPU's if None.
+        """
         self._grammars = grammars
+        self._upload = upload
+        self._changes = LogitChanges(filters or cpu_filters())
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Chooses one token per row.
+        """Chooses one token per row and waits for it; see `start` and `SampledRows.tokens`."""
+        return self.start(logits, rows).tokens()
+
+    def start(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
+        """Starts choosing one token per row, without waiting for the device.
+
+        Of `output_token_ids` only the length is looked at, unless the row has a penalty or a
+        grammar: the tokens of other rows may still be unknown.
 
         Args:
             logits: [n, V] fp32 of the n rows; left unchanged.
@@ -44,24 +140,48 @@ class Sampler:
 
         Raises:
             ValueError: the number of rows differs.
-            FloatingPointError: a row's logits hold NaN or +inf, or are all -inf.
+            IndexError: a bias or a penalty names a token that has no logit.
         """
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
-        if not rows:
-            return []
-        finite = logits.amax(dim=-1).isfinite()
+        vocab_size = logits.shape[1]
         masks, errors = self._masks(rows)
-        # One copy to the host carries both the tokens and whether they mean anything.
-        token_ids: list[int] = torch.where(finite, _choose(logits, rows, masks), -1).tolist()
-        if -1 in token_ids:
-            raise FloatingPointError(f"the logits of row {token_ids.index(-1)} are not finite")
-        tokens = []
-        for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True)):
-            num_top = row.params.num_logprobs
-            logprob = None if num_top is None else token_logprob(logits[index], token_id, num_top)
-            tokens.append(SampledToken(token_id, logprob, errors.get(index)))
-        return tokens
+        choice = self._choice(rows, masks, vocab_size)
+        asked = {i: num for i, row in enumerate(rows) if (num := row.params.num_logprobs) is not None}
+        num_top = min(max(asked.values(), default=0), vocab_size)
+        asked_rows = RowSubset(tuple(asked), len(rows))
+        arrays = [*choice.arrays, *asked_rows.arrays] if asked else choice.arrays
+        brought = iter(self._upload(arrays) if arrays else ())
+        token_ids = choice.choose(logits, brought)
+        finite = logits.amax(dim=-1).isfinite()
+        packed = token_ids.int().masked_fill(~finite, -1)
+        if asked:
+            at = asked_rows.receive(brought)
+            raw, chosen = asked_rows.take(logits, at), asked_rows.take(token_ids, at)
+            packed = torch.cat([packed, pack_logprobs(raw, chosen, num_top).flatten()])
+        read = start_readback(packed)
+        return SampledRows(token_ids, asked, errors, num_columns(num_top), read)
+
+    def start_scores(self, logits: Tensor, prompts: Sequence[ScoredTokens]) -> Scores:
+        """Starts computing log-probabilities of prompts; see `logprobs.start_scores`."""
+        return start_scores(logits, prompts, self._upload)
+
+    def _choice(
+        self, rows: Sequence[SamplingRow], masks: Mapping[int, bytes], vocab_size: int
+    ) -> _Choice:
+        slow = [index for index, row in enumerate(rows) if not _is_plain_greedy(row.params)]
+        slow_rows = [rows[index] for index in slow]
+        slow_masks = {place: masks[index] for place, index in enumerate(slow) if index in masks}
+        drawn = [place for place, row in enumerate(slow_rows) if draws(row.params)]
+        numbers = [
+            uniform(row.seed, len(row.output_token_ids)) for row in slow_rows if draws(row.params)
+        ]
+        return _Choice(
+            RowSubset(tuple(slow), len(rows)),
+            self._changes.of(slow_rows, slow_masks, vocab_size),
+            RowSubset(tuple(drawn), len(slow)),
+            np.array(numbers, dtype=np.float64),
+        )
 
     def _masks(self, rows: Sequence[SamplingRow]) -> tuple[dict[int, bytes], dict[int, str]]:
         """By row: the tokens its grammar allows, or why it has none to allow."""
@@ -89,139 +209,6 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplingRow], masks: Mapping[int, bytes]) -> Tensor:
-    """Token ids [n] for logits [n, V]; masks by row."""
-    slow = [index for index, row in enumerate(rows) if not _is_plain_greedy(row.params)]
-    if not slow:
-        return logits.argmax(dim=-1)  # of equal logits, the lowest id
-    at_slow = torch.tensor(slow, device=logits.device)
-    chosen = _choose_slow(
-        logits[at_slow],
-        [rows[index] for index in slow],
-        {place: masks[index] for place, index in enumerate(slow) if index in masks},
-    )
-    if len(slow) == len(rows):
-        return chosen
-    return logits.argmax(dim=-1).index_copy(0, at_slow, chosen)
-
-
-def _choose_slow(logits: Tensor, rows: Sequence[SamplingRow], masks: Mapping[int, bytes]) -> Tensor:
-    """As `_choose`, for rows that draw or whose logits are changed first."""
-    logits = _where(logits, rows, _has_penalty, _penalise)
-    for index, row in enumerate(rows):
-        if row.params.logit_bias:
-            token_ids, bias = zip(*row.params.logit_bias, strict=True)
-            at_tokens = torch.tensor(token_ids, device=logits.device)
-            biased = apply_logit_bias(logits[index], at_tokens, _like(logits, bias))
-            logits = logits.index_copy(
-                0, torch.tensor([index], device=logits.device), biased.unsqueeze(0)
-            )
-    for index, mask in masks.items():
-        masked = apply_token_mask(logits[index], _bits(mask, logits))
-        logits = logits.index_copy(
-            0, torch.tensor([index], device=logits.device), masked.unsqueeze(0)
-        )
-    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
-    if not drawn:
-        return logits.argmax(dim=-1)
-    at_drawn = torch.tensor(drawn, device=logits.device)
-    chosen = _draw(logits[at_drawn], [rows[index] for index in drawn])
-    if len(drawn) == len(rows):
-        return chosen
-    return logits.argmax(dim=-1).index_copy(0, at_drawn, chosen)
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Token ids [n] drawn from logits [n, V], after penalties and bias."""
-    vocab_size = logits.shape[-1]
-    logits = apply_temperature(logits, _like(logits, [row.params.temperature for row in rows]))
-    logits = _where(logits, rows, lambda params: 0 < params.top_k < vocab_size, _top_k)
-    logits = _where(logits, rows, lambda params: params.top_p < 1, _top_p)
-    logits = _where(logits, rows, lambda params: params.min_p > 0, _min_p)
-    numbers = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
-    return sample_from_probs(
-        logits.softmax(dim=-1), torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    )
-
-
-def _where(
-    logits: Tensor,
-    rows: Sequence[SamplingRow],
-    applies: Callable[[SamplingParams], bool],
-    change: Callable[[Tensor, Sequence[SamplingRow]], Tensor],
-) -> Tensor:
-    """Changes those rows of logits [n, V] that a condition applies to; returns new logits."""
-    indices = [index for index, row in enumerate(rows) if applies(row.params)]
-    if not indices:
-        return logits
-    at_indices = torch.tensor(indices, device=logits.device)
-    changed = change(logits[at_indices], [rows[index] for index in indices])
-    return logits.index_copy(0, at_indices, changed)
-
-
-def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    prompt_counts = torch.zeros_like(logits)
-    output_counts = torch.zeros_like(logits)
-    for index, row in enumerate(rows):
-        if row.params.repetition_penalty != 1:  # the only one that looks at the prompt
-            _count(prompt_counts[index], row.prompt_token_ids)
-        _count(output_counts[index], row.output_token_ids)
-    penalties = [
-        (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-        for p in (row.params for row in rows)
-    ]
-    return apply_penalties(logits, prompt_counts, output_counts, _like(logits, penalties))
-
-
-def _count(counts: Tensor, token_ids: Sequence[int]) -> None:
-    """Adds the occurrences of token ids to counts [V], in place."""
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=counts.device)
-    counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-
-
-def _top_k(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    values = [row.params.top_k for row in rows]
-    return filter_top_k(logits, torch.tensor(values, device=logits.device))
-
-
-def _top_p(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    values = [row.params.top_p for row in rows]
-    return filter_top_p(logits, torch.tensor(values, dtype=torch.float64, device=logits.device))
-
-
-def _min_p(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    return filter_min_p(logits, _like(logits, [row.params.min_p for row in rows]))
-
-
-def _like(logits: Tensor, values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
-    return torch.tensor(values, dtype=logits.dtype, device=logits.device)
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-    )
-
-
-def _bits(mask: bytes, logits: Tensor) -> Tensor:
-    """Bool [V] of a bit mask, lowest bit first."""
-    bits = np.unpackbits(
-        np.frombuffer(mask, dtype=np.uint8), bitorder="little", count=logits.shape[-1]
-    )
-    return torch.from_numpy(bits).to(logits.device).bool()
-
-
 def _is_plain_greedy(params: SamplingParams) -> bool:
-    changes_logits = params.logit_bias or params.grammar is not None or _has_penalty(params)
+    changes_logits = params.logit_bias or params.grammar is not None or has_penalty(params)
     return params.temperature == 0 and not changes_logits
-
-
-def token_logprob(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    """Log-probabilities of one row's raw logits [V]: of a token and of the `num_top` likeliest."""
-    logprobs = logits.log_softmax(dim=-1)
-    values, token_ids = logprobs.topk(min(num_top, logits.shape[-1]))
-    pairs = zip(token_ids.tolist(), values.tolist(), strict=True)
-    top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))  # topk orders equal ones freely
-    return TokenLogprob(token_id, float(logprobs[token_id]), tuple(top))

@@ -10,7 +10,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divides each vector by its root mean square, computed in fp32, and scales it.
 
     Args:
-        x: [..., d], fp32 or bf16.
+        x: [..., d], fp32, bf16 or fp16.
         weight: [d], the dtype of `x`.
         eps: added to the mean square.
 
@@ -21,3 +21,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     # Llama casts back before it multiplies with the weight; in bf16 the order is visible.
     return weight * scaled.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds a layer's output to the residual stream and normalises the sum.
+
+    The caller gives both tensors away: a fused version writes its two results into them, so only
+    what is returned may be used afterwards.
+
+    Args:
+        x: [n, d], fp32, bf16 or fp16.
+        residual: [n, d], the dtype of `x`, other memory than `x`.
+        weight: [d], the dtype of `x`.
+        eps: added to the mean square.
+
+    Returns:
+        The normalised sum and the sum itself, each [n, d] in the dtype of `x`.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps), total

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from relaykv.engine.options import EngineOptions
 from relaykv.server.launcher import ListenOptions, LoadedModel, run_server
+from relaykv.server.profile_command import add_profile, run_profile
 from relaykv.server.settings import ServerSettings
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "serve":
             return _serve(options)
+        if options.command == "profile":
+            _limit_spinning()
+            return run_profile(options)
         return _pull_model()
     except KeyboardInterrupt:
         return 130
@@ -38,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"relaykv {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
+    add_profile(commands)
     model = commands.add_parser("model", help="manage models on this machine")
     actions = model.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("pull", help="download and convert the default model")
@@ -73,6 +78,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no share above 0 and up to 1")
+    return share
 
 
 def _port(text: str) -> int:
@@ -112,9 +127,10 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     model.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
+        choices=["auto", "float32", "bfloat16", "float16"],
         default=defaults.dtype,
-        help="type of weights and KV cache (default: %(default)s)",
+        help="type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU "
+        "(default: %(default)s)",
     )
     model.add_argument(
         "--max-model-len",
@@ -123,6 +139,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="prompt and answer together; at most, and by default, what the model allows",
     )
     _add_engine(serve, defaults)
+    _add_gpu(serve, defaults)
 
 
 def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None:
@@ -154,13 +171,48 @@ def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None
         help="for requests that name a session and no policy (default: %(default)s)",
     )
     engine.add_argument(
-        "--profile", metavar="FILE", help="the model's relay bands, instead of the shipped ones"
+        "--profile",
+        metavar="FILE",
+        help="the model's relay bands (default: what `relaykv profile` has found, else the shipped "
+        "ones, else safe ones)",
     )
     engine.add_argument(
         "--threads",
         type=_positive,
         metavar="COUNT",
         help="CPU threads of torch (default: torch decides)",
+    )
+
+
+def _add_gpu(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None:
+    gpu = serve.add_argument_group("GPU", "docs/gpu.md says more")
+    gpu.add_argument(
+        "--device",
+        default=defaults.device,
+        help="cpu, cuda or cuda:1; auto: a GPU when there is one (default: %(default)s)",
+    )
+    gpu.add_argument(
+        "--gpu-memory-share",
+        type=_share,
+        metavar="SHARE",
+        default=defaults.gpu_memory_share,
+        help="of the device's memory that may be taken in all (default: %(default)s)",
+    )
+    gpu.add_argument(
+        "--no-cuda-graphs", action="store_true", help="launch every kernel of a decode step"
+    )
+    gpu.add_argument(
+        "--no-overlap", action="store_true", help="schedule a step only when the last one has ended"
+    )
+    gpu.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="attention that does not depend on what else is in the batch; slower",
+    )
+    gpu.add_argument(
+        "--stock-attention",
+        action="store_true",
+        help="use only FlashInfer's own modules for relayed prompts; slower, builds one less",
     )
 
 
@@ -179,6 +231,12 @@ def _serve(options: argparse.Namespace) -> int:
         relay_policy=options.relay_policy,
         profile=options.profile,
         num_threads=options.threads,
+        device=options.device,
+        gpu_memory_share=options.gpu_memory_share,
+        cuda_graphs=not options.no_cuda_graphs,
+        overlap=not options.no_overlap,
+        deterministic=options.deterministic,
+        stock_attention=options.stock_attention,
     )
     settings = ServerSettings(version=package_version(), default_policy=options.relay_policy)
     listen = ListenOptions(options.host, options.port, options.log_level)

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from relaykv.engine.config import ModelConfig, RopeConfig
 from relaykv.engine.models.layers import LayerWeights
-from relaykv.kernels.activation import silu_and_mul
-from relaykv.kernels.rms_norm import rms_norm
-from relaykv.kernels.rope import (
-    apply_rope,
-    cos_sin,
-    inverse_frequencies,
-    llama3_inverse_frequencies,
-)
+from relaykv.kernels.kernel_set import KernelSet, torch_kernels
+from relaykv.kernels.rope import cos_sin, inverse_frequencies, llama3_inverse_frequencies
 
 
 class DecoderModel:
@@ -36,6 +30,7 @@ class DecoderModel:
         layers: tuple[LayerWeights, ...],
         final_norm: Tensor,
         head: Tensor,
+        kernels: KernelSet | None = None,
     ) -> None:
         """Takes weights of one dtype on one device.
 
@@ -45,19 +40,22 @@ class DecoderModel:
             layers: one entry per layer.
             final_norm: [d].
             head: [vocab, d]; the embedding itself when the two are tied.
+            kernels: fit for that device; None: plain torch.
         """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.final_norm = final_norm
-        self.inv_freq = rope_frequencies(config.rope).to(self.device)  # fp64 [r / 2]
+        self.kernels = kernels or torch_kernels()
+        self.inv_freq = rope_frequencies(config.rope)  # fp64 [r / 2], on the CPU
+        self._inv_freq = self.inv_freq.to(self.device)
         self._embedding = embedding
         self._layers = layers
         self._head = head
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 [n, r / 2], of int64 [n] positions or shifts."""
-        return cos_sin(self.inv_freq, positions)
+        return cos_sin(self._inv_freq, positions)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [n, d] that enter layer 0, of int64 [n] token ids."""
@@ -75,6 +73,7 @@ class DecoderModel:
             sin: fp32 [n, r / 2], from `rope`.
         """
         config, weights = self.config, self._layers[layer]
+        rms_norm = self.kernels.rms_norm
         normed = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         heads = F.linear(normed, weights.qkv, weights.qkv_bias).view(
             -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
@@ -85,7 +84,7 @@ class DecoderModel:
             query = rms_norm(query_key[:, : config.num_heads], weights.q_norm, config.rms_norm_eps)
             key = rms_norm(query_key[:, config.num_heads :], weights.k_norm, config.rms_norm_eps)
             query_key = torch.cat((query, key), dim=1)
-        query_key = apply_rope(query_key, cos, sin)
+        query_key = self.kernels.apply_rope(query_key, cos, sin)
         return query_key[:, : config.num_heads], query_key[:, config.num_heads :], value
 
     def finish_layer(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
@@ -98,16 +97,19 @@ class DecoderModel:
 
         Returns:
             [n, d], the states that leave the layer.
+
+        `hidden` may be overwritten.
         """
-        weights = self._layers[layer]
-        hidden = hidden + F.linear(attention.flatten(1), weights.out, weights.out_bias)
-        normed = rms_norm(hidden, weights.post_norm, self.config.rms_norm_eps)
-        inner = silu_and_mul(F.linear(normed, weights.gate_up, weights.gate_up_bias))
+        weights, kernels = self._layers[layer], self.kernels
+        out = F.linear(attention.flatten(1), weights.out, weights.out_bias)
+        eps = self.config.rms_norm_eps
+        normed, hidden = kernels.add_rms_norm(out, hidden, weights.post_norm, eps)
+        inner = kernels.silu_and_mul(F.linear(normed, weights.gate_up, weights.gate_up_bias))
         return hidden + F.linear(inner, weights.down, weights.down_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocab] of the [n, d] states that left the last layer."""
-        normed = rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        normed = self.kernels.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
         return F.linear(normed, self._head).float()
 
 

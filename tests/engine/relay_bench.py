@@ -19,6 +19,7 @@ from relaykv.engine.prefill_plan import plan_prefill
 from relaykv.engine.relay import relay
 from relaykv.engine.segment import Segment
 from relaykv.kernels.attention_torch import TorchAttention
+from relaykv.kernels.staging import Staging
 
 _FULL = Policy("full", relays=False)
 
@@ -42,7 +43,10 @@ class RelayBench:
         attention = TorchAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, 16, model.dtype
         )
-        self._forward = ForwardPass(model, self.cache, attention, hidden_layer)
+        self._staging = Staging(model.device)
+        self._forward = ForwardPass(
+            model, self.cache, attention, hidden_layer, self._staging, model.kernels
+        )
 
     def record(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Computes a sequence in full; its blocks."""
@@ -83,7 +87,7 @@ class RelayBench:
             )
             builder = ForwardBatchBuilder(self.cache, self.model.config.num_layers)
             batch = builder.build(ScheduledBatch((request,), ()))
-            num_rows = batch.token_ids.numel()
+            num_rows = batch.token_ids.size
             tail = len(tokens) - (plan.spans[-1].start if sources else 0)
             rows = range(max(num_rows - tail, 0), num_rows) if stop == len(tokens) else ()
             logits, counts = self._forward.run(replace(batch, sample_rows=tuple(rows)))
@@ -124,7 +128,8 @@ class RelayBench:
     @torch.inference_mode()
     def _relay(self, source: tuple[int, ...], blocks: tuple[int, ...], segment: Segment) -> None:
         copy = RelayCopy(source, segment.source_start, blocks, segment.start, segment.num_tokens)
-        relay(self.cache, copy, self.model.inv_freq)
+        shift_copy = self.model.kernels.shift_copy
+        relay(self.cache, [copy], self.model.inv_freq, self._staging, shift_copy)
 
     def _take(self, num_tokens: int) -> tuple[int, ...]:
         num_blocks = -(-num_tokens // 16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from relaykv.kernels.rms_norm import rms_norm
+from relaykv.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,3 +18,12 @@ def test_it_gives_the_bits_of_llamas_own_norm(shape: tuple[int, ...], dtype: tor
 
 def test_a_zero_vector_stays_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adding_first_gives_the_bits_of_two_steps(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 17, 576).to(dtype)
+    weight = torch.randn(576).to(dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-5))
