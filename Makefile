@@ -20,7 +20,7 @@ SCRIPTS := tests benchmarks
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-kernels links serve demo check test test-slow test-all test-clients bench clean
+.PHONY: help setup setup-kernels links serve demo check test test-slow test-all jit test-clients bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list these verbs
@@ -71,12 +71,15 @@ test test-slow test-clients: export OMP_NUM_THREADS ?= $(shell n=$$(nproc 2>/dev
 	test $$n -gt 2 && echo 2 || echo $$n)
 
 test: setup-kernels  ## the tests that are not slow; minutes, and the default model once
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not jit" $(ARGS)
 
 test-slow: setup-kernels  ## the slow tests alone
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not jit" $(ARGS)
 
 test-all: test test-slow  ## every test
+
+jit: setup-kernels  ## build the CUDA attention variant for sm_90a; needs nvcc, minutes, no GPU
+	$(BIN)/python -m pytest -m jit tests/kernels $(ARGS)
 
 # Each client is installed once, into an environment of its own under RELAYKV_HOME: 2 GB.
 test-clients: setup  ## agent programs of real clients, which it installs; not in test-all

@@ -61,6 +61,7 @@ class Admission:
         request.blocks = [*prefix.blocks, *self._pool.allocate(num_new)]
         request.block_hashes = list(prefix.hashes)
         request.num_computed_tokens = len(prefix.blocks) * self._block_size
+        request.num_collected_tokens = request.num_computed_tokens
         request.plan = plan
         return self._note(request, prefix, plan, sources)
 

@@ -86,7 +86,7 @@ def prepare(options: EngineOptions) -> EngineParts:
     folder = resolve_model(name)
     model = load_model(folder, dtype, device, kernels)
     fingerprint = model_fingerprint(model.config, model.final_norm)
-    chosen = _relay_bands(options, model.config.num_layers, fingerprint)
+    chosen = choose_relay_bands(options, model.config.num_layers, fingerprint)
     policies = builtin_policies(model.config.num_layers, chosen.bands)
     if options.relay_policy not in policies:
         raise ValueError(
@@ -174,11 +174,12 @@ def build_core(
         max_model_len=parts.scheduler.max_model_len,
         bytes_per_block=cache_config.block_size
         * KVCache.bytes_per_token(config, parts.model.dtype),
+        overlap=parts.device.overlap,
     )
 
 
-def _relay_bands(options: EngineOptions, num_layers: int, fingerprint: str) -> ChosenBands:
-    """Says in the log when the bands may not fit the model."""
+def choose_relay_bands(options: EngineOptions, num_layers: int, fingerprint: str) -> ChosenBands:
+    """The bands of `relay`. Says in the log when they may not fit the model."""
     given = None if options.profile is None else Path(options.profile)
     chosen = choose_bands(given, fingerprint, num_layers)
     if chosen.source is BandsSource.DEFAULT:

@@ -15,6 +15,7 @@ from relaykv.engine.assembly import EngineParts, build_core, prepare
 from relaykv.engine.client import EngineDeadError, EngineStats, ModelCard, SessionInfo
 from relaykv.engine.core import EngineCore
 from relaykv.engine.options import EngineOptions
+from relaykv.engine.relay_profile import ChosenBands
 from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class AsyncEngine:
         self._core = core
         self._model = parts.card
         self._policies = tuple(parts.policies)
+        self._relay_bands = parts.relay_bands
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._closing = threading.Lock()  # so that no command is posted behind the last look
         self._closed = False
@@ -69,6 +71,10 @@ class AsyncEngine:
     @property
     def policies(self) -> tuple[str, ...]:
         return self._policies
+
+    @property
+    def relay_bands(self) -> ChosenBands:
+        return self._relay_bands
 
     def start(self) -> None:
         self._thread.start()

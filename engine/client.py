@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from relaykv.engine.relay_profile import ChosenBands
 from relaykv.engine.request import GenerateRequest, RequestOutput
 
 
@@ -71,6 +72,11 @@ class EngineClient(Protocol):
     @property
     def policies(self) -> tuple[str, ...]:
         """Names that `RelayOptions.policy` may take."""
+        ...
+
+    @property
+    def relay_bands(self) -> ChosenBands:
+        """Where the policy `relay` repairs, and where that comes from."""
         ...
 
     def is_alive(self) -> bool:

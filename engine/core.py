@@ -1,40 +1,48 @@
-"""The engine without a thread: requests in, steps, outputs out."""
+"""The engine without a thread: requests in, steps, outputs out.
+
+With overlap a step is scheduled and launched while the one before it is still in flight, so that
+the device never waits for the host. A request that turns out to have ended then has a row too many
+in the later step; what that row computes is dropped.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from relaykv.engine.batch import ModelRunnerOutput, SampledToken, ScheduledBatch
+from relaykv.engine.answer import Answer
+from relaykv.engine.batch import ModelRunnerOutput, PendingStep, SampledToken, ScheduledBatch
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import EngineStats, RecordingInfo, SessionInfo
 from relaykv.engine.detokenizer import Detokenizer
 from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.policy import Policy
 from relaykv.engine.recording import RecordingStore, SessionKey
-from relaykv.engine.request import (
-    FinishReason,
-    GenerateRequest,
-    RequestOutput,
-    TokenLogprob,
-)
-from relaykv.engine.request_state import Request
+from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
+from relaykv.engine.request_state import Request, RequestStatus
 from relaykv.engine.scheduler import Scheduler
 from relaykv.engine.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Answer:
-    """What has been told about a request so far."""
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched and whose result has not been collected."""
 
-    detokenizer: Detokenizer
-    num_tokens_sent: int = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # collected until the first output
-    relay_reported: bool = False
+    step: PendingStep
+    batch: ScheduledBatch
+    requests: tuple[Request, ...]  # one per part; an id alone may be in use again by now
+
+    def unfinished(self) -> ScheduledBatch:
+        """The batch without the requests that have ended since it was launched."""
+        parts = zip(self.batch.requests, self.requests, strict=True)
+        left = tuple(part for part, r in parts if r.status is not RequestStatus.FINISHED)
+        return replace(self.batch, requests=left)
 
 
 class EngineCore:
@@ -57,7 +65,9 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         bytes_per_block: int,
+        overlap: bool = False,
     ) -> None:
+        """With `overlap` one step is scheduled ahead; that pays where launching does not block."""
         self.runner = runner
         self._tokenizer = tokenizer
         self._scheduler = scheduler
@@ -68,12 +78,14 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._bytes_per_block = bytes_per_block
-        self._answers: dict[str, _Answer] = {}
+        self._num_ahead = 1 if overlap else 0
+        self._in_flight: deque[_InFlight] = deque()  # in the order of launching
+        self._answers: dict[str, Answer] = {}
         self._num_aborts = 0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._in_flight)
 
     def prepare(self, spec: GenerateRequest) -> None:
         """Does what a request needs and other requests should not wait for. For any thread.
@@ -107,7 +119,8 @@ class EngineCore:
             token_ids=list(spec.prompt_token_ids),
         )
         self._scheduler.add(request)
-        self._answers[request.id] = _Answer(Detokenizer(self._tokenizer, spec.sampling.stop))
+        detokenizer = Detokenizer(self._tokenizer, spec.sampling.stop)
+        self._answers[request.id] = Answer(detokenizer, self.runner.num_layers)
 
     def abort(self, request_id: str) -> None:
         """Ends a request whose caller has gone; unknown and finished ids are ignored."""
@@ -117,19 +130,20 @@ class EngineCore:
             self._num_aborts += 1
 
     def step(self) -> list[RequestOutput]:
-        """Schedules, executes and updates once.
+        """Schedules and launches a step, and collects the result of the oldest in flight.
 
-        A step that raises ends the running requests with an error; waiting ones are served.
+        Without overlap that is the same step; with overlap it is the one before, if any. A step
+        that raises ends the running requests with an error; waiting ones are served.
         """
         batch = self._scheduler.schedule()
-        if not batch.requests:
-            return []
-        try:
-            output = self.runner.execute(batch)
-        except Exception:
-            _log.exception("a step failed; its %d requests end with an error", len(batch.requests))
-            return self._fail_running("the engine failed while it computed this request")
-        return self._update(batch, output)
+        if batch.requests:
+            try:
+                self._launch(batch)
+            except Exception:
+                return self._collect() + self._fail_running()
+            if len(self._in_flight) <= self._num_ahead:
+                return []
+        return self._collect()
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
         infos = []
@@ -180,12 +194,34 @@ class EngineCore:
             raise ValueError(f"unknown policy {name!r}; known: {', '.join(self._policies)}")
         return policy
 
+    def _launch(self, batch: ScheduledBatch) -> None:
+        requests = tuple(self._scheduler[part.request_id] for part in batch.requests)
+        step = self.runner.launch(batch)
+        self._scheduler.advance(batch)
+        self._in_flight.append(_InFlight(step, batch, requests))
+
+    def _collect(self) -> list[RequestOutput]:
+        """Waits for the oldest step in flight, if there is one."""
+        if not self._in_flight:
+            return []
+        oldest = self._in_flight.popleft()
+        try:
+            output = oldest.step.result()
+        except Exception:
+            return self._fail_running()
+        return self._update(oldest.unfinished(), output)
+
     def _update(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> list[RequestOutput]:
-        ended = {i for i, token in output.sampled.items() if self._is_end(i, token)}
+        sampled = {
+            part.request_id: output.sampled[part.request_id]
+            for part in batch.requests
+            if part.sampling is not None
+        }
+        ended = {i for i, token in sampled.items() if self._is_end(i, token)}
         self._scheduler.update(batch, output, ended)
         self._collect_prompt_logprobs(batch, output)
         outputs = []
-        for request_id, token in output.sampled.items():
+        for request_id, token in sampled.items():
             request = self._scheduler[request_id]
             if token.error is not None:
                 outputs.append(self._finish(request, FinishReason.ERROR, "", error=token.error))
@@ -193,7 +229,7 @@ class EngineCore:
                 text = self._answers[request_id].detokenizer.finish()
                 outputs.append(self._finish(request, FinishReason.STOP, text))
             else:
-                outputs.append(self._advance(request, token))
+                outputs.append(self._tell(request, token))
         return outputs
 
     def _collect_prompt_logprobs(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> None:
@@ -211,10 +247,10 @@ class EngineCore:
         goes_on = params.ignore_eos and params.grammar is None
         return token.token_id in self._eos_token_ids and not goes_on
 
-    def _advance(self, request: Request, token: SampledToken) -> RequestOutput:
+    def _tell(self, request: Request, token: SampledToken) -> RequestOutput:
         """Turns a new token into text and finds out whether it is the last."""
-        detokenizer = self._answers[request.id].detokenizer
-        new = detokenizer.push(token.token_id)
+        answer = self._answers[request.id]
+        new = answer.detokenizer.push(token.token_id)
         if new.stopped is not None:
             return self._finish(request, FinishReason.STOP, new.text, token)
         at_limit = (
@@ -222,9 +258,9 @@ class EngineCore:
             or len(request.token_ids) >= self._max_model_len
         )
         if at_limit:
-            text = new.text + detokenizer.finish()
+            text = new.text + answer.detokenizer.finish()
             return self._finish(request, FinishReason.LENGTH, text, token)
-        return self._output(request, new.text, token)
+        return answer.output(request, new.text, token)
 
     def _finish(
         self,
@@ -234,41 +270,17 @@ class EngineCore:
         token: SampledToken | None = None,
         error: str | None = None,
     ) -> RequestOutput:
-        output = self._output(request, text, token, reason, error)
         answer = self._answers.pop(request.id)
+        output = answer.output(request, text, token, reason, error)
         self._scheduler.finish(request.id, reason, answer.num_tokens_sent)
         return output
 
-    def _output(
-        self,
-        request: Request,
-        text: str,
-        token: SampledToken | None,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-    ) -> RequestOutput:
-        answer = self._answers[request.id]
-        report = None
-        prompt_logprobs = () if answer.relay_reported else answer.prompt_logprobs
-        if reason is not None or not answer.relay_reported:
-            report = request.report(self.runner.num_layers)
-            answer.relay_reported = True
-        if token is not None:
-            answer.num_tokens_sent += 1
-        return RequestOutput(
-            request_id=request.id,
-            text=text,
-            token_ids=() if token is None else (token.token_id,),
-            usage=request.usage(),
-            logprobs=() if token is None or token.logprob is None else (token.logprob,),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            relay=report,
-            error=error,
-        )
-
-    def _fail_running(self, message: str) -> list[RequestOutput]:
-        return [
-            self._finish(request, FinishReason.ERROR, "", error=message)
-            for request in self._scheduler.running()
-        ]
+    def _fail_running(self) -> list[RequestOutput]:
+        """Ends the running requests, and with them all that is in flight. In an `except` only."""
+        running = self._scheduler.running()
+        _log.exception("a step failed; %d running requests end with an error", len(running))
+        while self._in_flight:  # its requests are among them, and it may have read what failed
+            with contextlib.suppress(Exception):
+                self._in_flight.popleft().step.result()
+        message = "the engine failed while it computed this request"
+        return [self._finish(r, FinishReason.ERROR, "", error=message) for r in running]

@@ -110,6 +110,6 @@ def start_scores(logits: Tensor, prompts: Sequence[ScoredTokens], upload: Upload
         return Scores(prompts, num_columns(num_top), lambda: torch.empty(0, dtype=torch.int32))
     (token_ids,) = upload([np.array(wanted, dtype=np.int64)])
     num_rows = max(1, _MAX_LOGITS_AT_ONCE // logits.shape[1])
-    parts = zip(logits.split(num_rows), token_ids.split(num_rows), strict=True)
+    parts = zip(torch.split(logits, num_rows), torch.split(token_ids, num_rows), strict=True)
     packed = torch.cat([pack_logprobs(part, ids, num_top) for part, ids in parts])
     return Scores(prompts, num_columns(num_top), start_readback(packed))

@@ -74,6 +74,7 @@ class ModelRunner:
         filters = cuda_filters() if cache.device.type == "cuda" else cpu_filters()
         device = device or DeviceConfig()
         self._model = model
+        self._inv_freq = model.inv_freq.numpy()
         self.cache = cache
         self.staging = Staging(cache.device)
         self.forward_pass = ForwardPass(
@@ -108,7 +109,7 @@ class ModelRunner:
     def relay(self, copies: Sequence[RelayCopy]) -> None:
         """Brings recorded KV to its place in other prompts."""
         shift_copy = self._model.kernels.shift_copy
-        relay(self.cache, copies, self._model.inv_freq, self.staging, shift_copy)
+        relay(self.cache, copies, self._inv_freq, self.staging, shift_copy)
 
     def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
         """Launches a step and waits for it."""

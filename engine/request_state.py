@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from relaykv.engine.batch import UNKNOWN_TOKEN, SamplingRow, ScheduledRequest
 from relaykv.engine.block_pool import Block
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import PrefillPlan, SpanKind
@@ -32,17 +33,24 @@ class SegmentSource:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence: its tokens, the blocks that hold their KV, and how far it has come."""
+    """A sequence: its tokens, the blocks that hold their KV, and how far it has come.
+
+    A step in flight is one that was launched and whose result is not there yet.
+    """
 
     spec: GenerateRequest
     policy: Policy
     seed: int  # of its random numbers; fixed for its whole life
-    token_ids: list[int]  # prompt, then answer
+    token_ids: list[int]  # prompt, then the answer as far as it is known
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    num_computed_tokens: int = 0  # from the start, all have KV in `blocks`
+    num_awaited_tokens: int = 0  # behind `token_ids`: steps in flight are sampling them
+    num_computed_tokens: int = (
+        0  # from the start, all have KV in `blocks` once nothing is in flight
+    )
+    num_collected_tokens: int = 0  # of these, the ones whose steps are over
     blocks: list[Block] = field(default_factory=list)  # in sequence order
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full, computed blocks
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full, collected blocks
     plan: PrefillPlan | None = None  # set while its prompt is being prefilled
     approximate_from: int | None = None  # first token whose KV is approximate
     taint: int = 0
@@ -63,11 +71,18 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that steps may compute, those included that are still being sampled."""
+        return len(self.token_ids) + self.num_awaited_tokens
+
+    @property
     def num_output_tokens(self) -> int:
+        """Known tokens of the answer."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> Sequence[int]:
+        """Known tokens of the answer."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -81,8 +96,49 @@ class Request:
         return self.spec.sampling.num_prompt_logprobs is not None
 
     @property
+    def is_in_flight(self) -> bool:
+        """True while a step that computes some of its tokens is."""
+        return self.num_collected_tokens < self.num_computed_tokens
+
+    @property
     def is_prefilling(self) -> bool:
-        return self.num_computed_tokens < len(self.token_ids) - 1 or self.num_output_tokens == 0
+        no_answer = self.num_tokens == self.num_prompt_tokens
+        return self.num_computed_tokens < self.num_tokens - 1 or no_answer
+
+    @property
+    def samples_by_known_tokens(self) -> bool:
+        """True when its next token cannot be chosen before the one before it is known."""
+        params = self.spec.sampling
+        penalties = (params.frequency_penalty, params.presence_penalty)
+        return params.grammar is not None or any(penalties) or params.repetition_penalty != 1
+
+    def has_all_tokens(self, max_model_len: int) -> bool:
+        """True when the last of its tokens, known or not, must be the last of the answer."""
+        num_output_tokens = self.num_tokens - self.num_prompt_tokens
+        at_limit = num_output_tokens >= self.spec.sampling.max_tokens
+        return at_limit or self.num_tokens >= max_model_len
+
+    def part(self, stop: int) -> ScheduledRequest:
+        """What a step is to compute that takes the request from where it is to `stop`."""
+        start = self.num_computed_tokens
+        prompt = self.spec.prompt_token_ids
+        sampling = None
+        if stop == self.num_tokens:
+            output = self._token_range(len(prompt), stop)
+            sampling = SamplingRow(self.spec.sampling, self.seed, prompt, output, self.id)
+        return ScheduledRequest(
+            request_id=self.id,
+            start=start,
+            stop=stop,
+            token_ids=self._token_range(start, stop),
+            block_ids=tuple(block.id for block in self.blocks),
+            policy=self.policy,
+            relay_spans=tuple(self.plan.relay_spans(start, stop)) if self.plan else (),
+            counts_influence=self.session_key is not None and self.num_tokens > len(prompt),
+            sampling=sampling,
+            scored_token_ids=prompt[start + 1 : stop + 1] if self.computes_all else (),
+            num_top_logprobs=self.spec.sampling.num_prompt_logprobs or 0,
+        )
 
     def usage(self) -> Usage:
         plan = self.first_plan
@@ -113,6 +169,10 @@ class Request:
             segments=segments if self.spec.relay.explain else (),
             reason=self.refusal if self.spec.relay.session is not None else None,
         )
+
+    def _token_range(self, start: int, stop: int) -> tuple[int, ...]:
+        known = self.token_ids[start:stop]
+        return (*known, *(UNKNOWN_TOKEN,) * (stop - start - len(known)))
 
     def _recomputed_in(self, source: SegmentSource) -> int:
         # A long span is relayed in several chunks, each counted under its own start.

@@ -147,7 +147,9 @@ class Sampler:
         vocab_size = logits.shape[1]
         masks, errors = self._masks(rows)
         choice = self._choice(rows, masks, vocab_size)
-        asked = {i: num for i, row in enumerate(rows) if (num := row.params.num_logprobs) is not None}
+        asked = {
+            i: num for i, row in enumerate(rows) if (num := row.params.num_logprobs) is not None
+        }
         num_top = min(max(asked.values(), default=0), vocab_size)
         asked_rows = RowSubset(tuple(asked), len(rows))
         arrays = [*choice.arrays, *asked_rows.arrays] if asked else choice.arrays

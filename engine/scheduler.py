@@ -3,6 +3,9 @@
 Every running request has tokens whose KV is missing; a step computes some of them for as many
 requests as the budget allows: one for a request that decodes, a chunk for one that does not.
 Decodes come first, so that a long prompt never stalls the others' answers.
+
+A step may be scheduled while the one before it is in flight. `advance` then has taken in what a
+launch already settles, and `update` takes in the rest when the result is there.
 """
 
 from __future__ import annotations
@@ -11,13 +14,7 @@ from collections import deque
 from collections.abc import Collection
 
 from relaykv.engine.admission import Admission
-from relaykv.engine.batch import (
-    ModelRunnerOutput,
-    RelayCopy,
-    SamplingRow,
-    ScheduledBatch,
-    ScheduledRequest,
-)
+from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch, ScheduledRequest
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.config import SchedulerConfig
 from relaykv.engine.prefix_cache import PrefixCache, approximation_salt, block_hash
@@ -84,12 +81,19 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self) -> ScheduledBatch:
-        """Chooses the rows of the next step and makes room for them."""
+        """Chooses the rows of the next step and makes room for them.
+
+        The batch is empty when there is nothing to do before the step in flight is over.
+        """
         budget = float(self._config.max_num_batched_tokens)
         scheduled: list[ScheduledRequest] = []
-        for request in [r for r in self._running if not r.is_prefilling]:
+        max_len = self._config.max_model_len
+        decoding = [r for r in self._running if not (r.is_prefilling or r.has_all_tokens(max_len))]
+        if self._must_wait(decoding):
+            return ScheduledBatch((), ())
+        for request in decoding:
             if request.status is RequestStatus.RUNNING and self._grow(request):
-                scheduled.append(self._part(request, len(request.token_ids)))
+                scheduled.append(request.part(request.num_tokens))
                 budget -= 1
         for request in [r for r in self._running if r.is_prefilling]:
             if request.status is RequestStatus.RUNNING:
@@ -107,19 +111,35 @@ class Scheduler:
             budget -= self._schedule_chunk(request, budget, scheduled)
         return ScheduledBatch(tuple(scheduled), tuple(copies))
 
-    def update(
-        self, batch: ScheduledBatch, output: ModelRunnerOutput, ended: Collection[str]
-    ) -> None:
-        """Takes in what a step computed: progress, reusable blocks, sampled tokens.
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Takes in that a step was launched, so that the next one can be scheduled behind it.
 
-        Args:
-            ended: requests whose sampled token ends the answer and is not part of it.
+        Blocks that are let go here or by a request that ends may be written by the next step at
+        once, although this one may still be going to read or write them: the device carries out
+        everything in the order of launching.
         """
         for part in batch.requests:
             request = self[part.request_id]
             self._pool.release(request.source_blocks)
             request.source_blocks.clear()
             request.num_computed_tokens = part.stop
+            if part.sampling is not None:
+                request.num_awaited_tokens += 1
+
+    def update(
+        self, batch: ScheduledBatch, output: ModelRunnerOutput, ended: Collection[str]
+    ) -> None:
+        """Takes in what a launched step computed: reusable blocks, sampled tokens.
+
+        Blocks get their names here and not at the launch, because a step may fail.
+
+        Args:
+            batch: without the requests that have ended since.
+            ended: requests whose sampled token ends the answer and is not part of it.
+        """
+        for part in batch.requests:
+            request = self[part.request_id]
+            request.num_collected_tokens = part.stop
             self._register_blocks(request)
             count = output.recomputed.get(request.id)
             if count is not None and request.plan is request.first_plan:
@@ -128,6 +148,7 @@ class Scheduler:
             token = output.sampled.get(request.id)
             if token is not None:
                 request.plan = None
+                request.num_awaited_tokens -= 1
                 if request.id not in ended:
                     request.token_ids.append(token.token_id)
 
@@ -143,7 +164,8 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
-            num_tokens = request.num_computed_tokens
+            # What a step in flight computes for it is not part of the answer.
+            num_tokens = request.num_collected_tokens
             if reason is FinishReason.ABORT:
                 num_tokens = min(num_tokens, request.num_prompt_tokens + num_visible_tokens)
             if reason is not FinishReason.ERROR and num_tokens >= request.num_prompt_tokens:
@@ -163,44 +185,28 @@ class Scheduler:
         full_budget = self._config.max_num_batched_tokens
         stop = plan.chunk_stop(start, int(budget), full_budget, cost)
         if stop > start:
-            part = self._part(request, stop)
+            part = request.part(stop)
             scheduled.append(part)
             relayed = sum(span.num_tokens for span in part.relay_spans)
             return stop - start - relayed + relayed * cost
         return 0.0
 
-    def _part(self, request: Request, stop: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        spans = tuple(request.plan.relay_spans(start, stop)) if request.plan else ()
-        sampling = None
-        if stop == len(request.token_ids):
-            sampling = SamplingRow(
-                request.spec.sampling,
-                request.seed,
-                request.spec.prompt_token_ids,
-                request.output_token_ids,
-                request.id,
-            )
-        return ScheduledRequest(
-            request_id=request.id,
-            start=start,
-            stop=stop,
-            token_ids=tuple(request.token_ids[start:stop]),
-            block_ids=tuple(block.id for block in request.blocks),
-            policy=request.policy,
-            relay_spans=spans,
-            counts_influence=request.session_key is not None and request.num_output_tokens > 0,
-            sampling=sampling,
-            scored_token_ids=self._scored(request, stop),
-            num_top_logprobs=request.spec.sampling.num_prompt_logprobs or 0,
-        )
+    def _must_wait(self, decoding: list[Request]) -> bool:
+        """Whether the step in flight has to be over before another one is scheduled.
 
-    @staticmethod
-    def _scored(request: Request, stop: int) -> tuple[int, ...]:
-        """Tokens of the prompt that rows from the request's position to `stop` predict."""
-        if not request.computes_all:
-            return ()
-        return request.spec.prompt_token_ids[request.num_computed_tokens + 1 : stop + 1]
+        It has to when the host needs a token that is still being sampled, and when a request
+        would have to be preempted, because a step in flight may be computing for it. The whole
+        step waits: leaving single requests out of it would halve their rate.
+        """
+        if not any(request.is_in_flight for request in self._running):
+            return False
+        if any(r.num_awaited_tokens and r.samples_by_known_tokens for r in decoding):
+            return True
+        num_new_blocks = sum(not self._has_slot(request) for request in decoding)
+        return not self._admission.make_room(num_new_blocks)
+
+    def _has_slot(self, request: Request) -> bool:
+        return request.num_tokens <= len(request.blocks) * self._block_size
 
     def _grow(self, request: Request) -> bool:
         """Makes sure the next token of a decoding request has a slot.
@@ -208,7 +214,7 @@ class Scheduler:
         Takes idle blocks, then recordings, oldest first, then preempts the newest request,
         which this step cannot have scheduled yet. Returns False when it was the request itself.
         """
-        if len(request.token_ids) <= len(request.blocks) * self._block_size:
+        if self._has_slot(request):
             return True
         while not self._admission.make_room(1):
             newest = self._running[-1]
@@ -223,7 +229,7 @@ class Scheduler:
         self._running.remove(request)
         self._free(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_collected_tokens = 0
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
@@ -238,7 +244,7 @@ class Scheduler:
     def _register_blocks(self, request: Request) -> None:
         """Names the blocks that became full, so that later prompts can hit them."""
         size = self._block_size
-        for index in range(len(request.block_hashes), request.num_computed_tokens // size):
+        for index in range(len(request.block_hashes), request.num_collected_tokens // size):
             parent = (
                 request.block_hashes[-1] if index else self._prefix_cache.root(request.spec.tenant)
             )

@@ -20,7 +20,7 @@ def start_readback(values: Tensor) -> Callable[[], Tensor]:
     # Into pinned memory, or the copy would wait; the allocator keeps such memory for later calls.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 
     def wait() -> Tensor:

@@ -125,21 +125,18 @@ def filter_top_p(logits: Tensor, top_p: Tensor, max_candidates: int) -> Tensor:
         max_candidates: a bound on the number of logits above -inf in any row.
     """
     units, limit = _nucleus(logits, top_p)
-    if max_candidates < logits.shape[-1]:
-        values, token_ids = logits.topk(max_candidates, dim=-1)
-    else:
-        values, token_ids = logits.sort(dim=-1, descending=True)
+    values, token_ids = _greatest(logits, max_candidates)
     return _keep_nucleus(logits, values, units.gather(-1, token_ids), limit)
 
 
 def filter_top_p_probing(logits: Tensor, top_p: Tensor, max_candidates: int) -> Tensor:
     """`filter_top_p`, sorting a whole vocabulary only if the likeliest tokens are too few."""
     units, limit = _nucleus(logits, top_p)
-    width = min(_PROBE_WIDTH, max_candidates, logits.shape[-1])
-    values, token_ids = logits.topk(width, dim=-1)
+    values, token_ids = _greatest(logits, min(_PROBE_WIDTH, max_candidates))
     likeliest = units.gather(-1, token_ids)
     if bool((likeliest.sum(dim=-1, keepdim=True) < limit).any()):
-        return filter_top_p(logits, top_p, max_candidates)
+        values, token_ids = _greatest(logits, max_candidates)
+        likeliest = units.gather(-1, token_ids)
     return _keep_nucleus(logits, values, likeliest, limit)
 
 
@@ -192,17 +189,23 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tenso
         Log-probabilities [n] of `token_ids`; then ids [n, k] (int64) of the likeliest tokens and
         their log-probabilities [n, k], likeliest first, of equal ones lower ids first.
     """
-    vocab_size = logits.shape[-1]
     logprobs = logits.log_softmax(dim=-1)
-    # One integer orders by value, then by id: floats compare like their bits as integers, once
-    # the bits below the sign of negative ones are turned over.
-    bits = logprobs.view(torch.int32)
-    ordered = bits ^ (bits.bitwise_right_shift(31) & 0x7FFFFFFF)
-    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = (ordered.long() * 2**32 + reversed_ids).topk(num_top, dim=-1).values
-    likeliest = vocab_size - 1 - (keys & 0xFFFFFFFF)
+    # One integer orders by value, then by id: log-probabilities are at most 0, and magnitudes
+    # compare like their bits. In place, since on a CPU new memory costs more than the arithmetic.
+    keys = logprobs.abs().view(torch.int32).long().mul_(2**32)
+    keys.add_(torch.arange(logits.shape[-1], device=logits.device))
+    likeliest = keys.topk(num_top, dim=-1, largest=False).values & 0xFFFFFFFF
     chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen, likeliest, logprobs.gather(-1, likeliest)
+
+
+def _greatest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The greatest logits of rows [n, V], descending, and their ids, [n, min(num, V)] each."""
+    if num < logits.shape[-1]:
+        values, token_ids = logits.topk(num, dim=-1)
+    else:
+        values, token_ids = logits.sort(dim=-1, descending=True)
+    return values, token_ids
 
 
 def _nucleus(logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ ids go first. Read against that in FlashInfer 0.7.4:
   (`calcFloatValue` in `air_top_p.cuh`), and it keeps all tokens as likely as the last
   (`val >= threshold`) where ours keeps the lower ids.
 * `top_k_renorm_probs`, `top_k_top_p_sampling_*`, `min_p_sampling_from_probs`: the same two reasons.
-* `top_k_mask_logits`: used. A radix select finds the exact k-th greatest logit of every row (integer
-  counts, so in any company), and keeps all equal to it (`logits_vec[j] >= pivot` in `topk.cuh`). The
-  smallest logit left is the threshold, from which the ties are cut as everywhere else: the result
-  is that of `filter_top_k` bit for bit.
+* `top_k_mask_logits`: used. A radix select finds the exact k-th greatest logit of every row (it
+  counts in integers, so in any company), and keeps all equal to it (`logits_vec[j] >= pivot` in
+  `topk.cuh`). The smallest logit left is the threshold, at which ties are cut as everywhere else:
+  the result is meant to be that of `filter_top_k` bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_filter_top_k() -> Callable[[Tensor, Tensor, int], Tensor]:
 
     get_sampling_module()  # now, or the first request with a top-k would wait for a compiler
 
-    def filter_top_k_flashinfer(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
+    def filter_top_k_flashinfer(logits: Tensor, top_k: Tensor, _max_top_k: int) -> Tensor:
         """See `sampling.filter_top_k`; logits fp32, fp16 or bf16, at least one row."""
         kept = top_k_mask_logits(logits.contiguous(), top_k)
         threshold = kept.masked_fill(kept == float("-inf"), float("inf")).amin(-1, keepdim=True)

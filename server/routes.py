@@ -90,14 +90,20 @@ async def detokenize(request: Request) -> JSONResponse:
 
 
 async def show_relay(request: Request) -> JSONResponse:
-    """What relaying this server offers."""
+    """What relaying this server offers, and in which layers the policy `relay` repairs."""
     state = state_of(request)
     engine = state.backend().engine
+    chosen = engine.relay_bands
     answer = {
         "object": "relay",
         "model": engine.model.name,
         "policies": list(engine.policies),
         "default_policy": state.settings.default_policy,
+        "fingerprint": chosen.fingerprint,
+        "bands": dataclasses.asdict(chosen.bands),
+        "bands_source": chosen.source,
+        # Its name: the folder is nobody's business.
+        "profile": None if chosen.path is None else chosen.path.name,
     }
     return JSONResponse(answer)
 

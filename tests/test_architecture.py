@@ -26,6 +26,7 @@ FOLDERS = ("server", "engine", "kernels", "clients")
 # Device: works on tensors. Assembly: builds both and runs them.
 PURE = {
     "admission",
+    "answer",
     "band_search",
     "batch",
     "block_pool",
@@ -61,13 +62,17 @@ DEVICE = {
     "kv_cache",
     "kv_comparison",
     "loader",
+    "logit_changes",
+    "logprobs",
     "memory",
     "model_runner",
     "models.decoder",
     "models.fingerprint",
     "models.layers",
+    "penalties",
     "relay",
     "row_phases",
+    "row_subset",
     "sampler",
     "sizing",
 }
@@ -278,7 +283,7 @@ def test_the_wheel_carries_every_module_and_profile(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         carried = {name for name in archive.namelist() if ".dist-info/" not in name}
         infos = {name.partition(".dist-info/")[2] for name in archive.namelist()}
-    profiles = sorted((ROOT / "engine" / "profiles").glob("*.json"))
+    profiles = sorted((ROOT / "engine" / "profiles").glob("*.json*"))  # and the hand-offs
     files = [*_python_files(*FOLDERS), *profiles]
     assert profiles
     assert carried == {f"relaykv/{path.relative_to(ROOT).as_posix()}" for path in files}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from relaykv.engine.assembly import EngineParts, build_core
 from relaykv.engine.async_engine import AsyncEngine
-from relaykv.engine.batch import ModelRunnerOutput, ScheduledBatch
+from relaykv.engine.batch import ModelRunnerOutput, PendingStep, ScheduledBatch
 from relaykv.engine.client import ModelCard
 from relaykv.engine.config import CacheConfig, RelayConfig, SchedulerConfig
 from relaykv.engine.core import EngineCore
@@ -96,13 +96,21 @@ class ScriptedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
-        output = self._runner.execute(batch)
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
         rows = {r.request_id: r.sampling for r in batch.requests if r.sampling is not None}
+        tokens = {name: self._script[len(row.output_token_ids)] for name, row in rows.items()}
+        return _ScriptedStep(self._runner.launch(batch), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScriptedStep:
+    step: PendingStep
+    token_ids: Mapping[str, int]  # by request
+
+    def result(self) -> ModelRunnerOutput:
+        output = self.step.result()
         sampled = {
-            request_id: dataclasses.replace(
-                token, token_id=self._script[len(rows[request_id].output_token_ids)]
-            )
+            request_id: dataclasses.replace(token, token_id=self.token_ids[request_id])
             for request_id, token in output.sampled.items()
         }
         return dataclasses.replace(output, sampled=sampled)

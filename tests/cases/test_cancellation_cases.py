@@ -31,13 +31,13 @@ LONG: dict[str, Any] = {
 def server() -> Iterator[ByteServer]:
     """With room for two requests, and steps slow enough to leave between them."""
     with byte_server(max_num_requests=2, max_num_batched_tokens=32) as running:
-        execute = running.core.runner.execute
+        launch = running.core.runner.launch
 
         def slowly(batch: Any) -> Any:
             time.sleep(0.02)
-            return execute(batch)
+            return launch(batch)
 
-        running.core.runner.execute = slowly  # type: ignore[method-assign]
+        running.core.runner.launch = slowly  # type: ignore[method-assign]
         yield running
         running.assert_idle()
 
@@ -139,7 +139,7 @@ def test_op_01_a_dead_engine_is_told_to_everyone_at_once() -> None:
         def die(batch: Any) -> Any:
             raise SystemExit(f"the device is gone with {batch}")
 
-        server.core.runner.execute = die  # type: ignore[method-assign]
+        server.core.runner.launch = die  # type: ignore[method-assign]
         assert error_of(server.client.chat(), 503)["code"] == "engine_dead"  # it was waiting
         for path in ("/health", "/ready", "/v1/models"):
             assert error_of(server.client.get(path), 503)["code"] == "engine_dead"

@@ -131,20 +131,20 @@ def test_st_11_a_fault_in_mid_stream_is_an_error_event_and_frees_everything(
     server: ByteServer,
 ) -> None:
     runner, num_steps = server.core.runner, 0
-    execute = runner.execute
+    launch = runner.launch
 
     def fail_at_the_fourth(batch: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 4:
             raise RuntimeError("secret of the kernel")
-        return execute(batch)
+        return launch(batch)
 
-    runner.execute = fail_at_the_fourth  # type: ignore[method-assign]
+    runner.launch = fail_at_the_fourth  # type: ignore[method-assign]
     try:
         response = server.client.chat(stream=True, max_tokens=50, ignore_eos=True)
     finally:
-        runner.execute = execute  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
     stream = read_stream(response)
     assert stream.error is not None
     assert set(stream.error) == {"message", "type", "param", "code"}

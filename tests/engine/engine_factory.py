@@ -79,6 +79,7 @@ class FakeEngine:
     """The pure ring around a `FakeRunner`, stepped like the core does; checks itself."""
 
     sizes: EngineSizes = field(default_factory=EngineSizes)
+    deferred: bool = False  # whether the runner computes a step only when it is collected
     pool: BlockPool = field(init=False)
     prefix_cache: PrefixCache = field(init=False)
     recordings: RecordingStore = field(init=False)
@@ -111,7 +112,9 @@ class FakeEngine:
             self.recordings,
             self.admission,
         )
-        self.runner = FakeRunner(sizes.block_size, lambda i: self.scheduler[i], self.pool)
+        self.runner = FakeRunner(
+            sizes.block_size, lambda i: self.scheduler[i], self.pool, self.deferred
+        )
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -130,7 +133,9 @@ class FakeEngine:
         batch = self.scheduler.schedule()
         self.check()
         assert bool(batch.requests) == had_work, "a step without progress"
-        output = self.runner.execute(batch)
+        step = self.runner.launch(batch)
+        self.scheduler.advance(batch)
+        output = step.result()
         ended = {
             request_id
             for request_id, token in output.sampled.items()
@@ -175,10 +180,10 @@ class FakeEngine:
             holders.update(block.id for block in request.source_blocks)
             capacity = len(request.blocks) * self.sizes.block_size
             assert request.num_computed_tokens <= capacity
-        for request in self.waiting.values():
-            if request not in self.scheduler.running():
-                assert not request.blocks
-                assert not request.source_blocks
+        for request in self.scheduler._waiting:
+            assert not request.blocks
+            assert not request.source_blocks
+            assert not request.is_in_flight
         recorded: Counter[int] = Counter()
         for recording in self.all_recordings():
             recorded.update(block.id for block in recording.blocks)

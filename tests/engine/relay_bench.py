@@ -129,7 +129,7 @@ class RelayBench:
     def _relay(self, source: tuple[int, ...], blocks: tuple[int, ...], segment: Segment) -> None:
         copy = RelayCopy(source, segment.source_start, blocks, segment.start, segment.num_tokens)
         shift_copy = self.model.kernels.shift_copy
-        relay(self.cache, [copy], self.model.inv_freq, self._staging, shift_copy)
+        relay(self.cache, [copy], self.model.inv_freq.numpy(), self._staging, shift_copy)
 
     def _take(self, num_tokens: int) -> tuple[int, ...]:
         num_blocks = -(-num_tokens // 16)

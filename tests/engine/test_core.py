@@ -245,7 +245,7 @@ def test_a_failing_step_ends_its_requests_and_the_next_one_is_served(
         def explode(_: object) -> None:
             raise RuntimeError("out of cheese")
 
-        patch.setattr(core.runner, "execute", explode)
+        patch.setattr(core.runner, "launch", explode)
         (output,) = core.step()
     assert output.finish_reason is FinishReason.ERROR
     assert output.error is not None

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from engine_factory import make_request
 
+from relaykv.engine.batch import UNKNOWN_TOKEN
 from relaykv.engine.prefill_plan import plan_prefill
 from relaykv.engine.recording import SessionKey
 from relaykv.engine.relay_report import SegmentReport
-from relaykv.engine.request import Usage
+from relaykv.engine.request import GrammarKind, GrammarSpec, SamplingParams, Usage
 from relaykv.engine.request_state import Request, SegmentSource
 from relaykv.engine.segment import Segment
 
@@ -55,6 +56,59 @@ def test_a_request_prefills_until_one_token_is_missing(
     request.num_computed_tokens = num_computed
 
     assert request.is_prefilling is is_prefilling
+
+
+def test_a_token_that_is_still_being_sampled_counts_for_steps_but_not_for_the_caller() -> None:
+    request = make_request("r", range(10), session="s")
+    request.token_ids += [70, 71]
+    request.num_computed_tokens, request.num_collected_tokens = 12, 11
+    request.num_awaited_tokens = 1
+
+    assert request.num_tokens == 13
+    assert request.num_output_tokens == request.usage().num_output_tokens == 2
+    assert request.is_in_flight
+    assert not request.is_prefilling
+    part = request.part(13)
+    assert (part.start, part.stop, part.token_ids) == (12, 13, (UNKNOWN_TOKEN,))
+    assert part.counts_influence
+    assert part.sampling is not None
+    assert part.sampling.output_token_ids == (70, 71, UNKNOWN_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("num_answered", "num_awaited", "has_all"),
+    [(2, 1, False), (3, 0, False), (3, 1, True), (4, 0, True), (2, 2, True)],
+)
+def test_the_last_token_is_foreseen_while_it_is_being_sampled(
+    num_answered: int, num_awaited: int, has_all: bool
+) -> None:
+    for max_tokens, max_model_len in ((4, 1000), (1000, 14)):
+        request = make_request("r", range(10), max_tokens=max_tokens)
+        request.token_ids += range(num_answered)
+        request.num_awaited_tokens = num_awaited
+
+        assert request.has_all_tokens(max_model_len) is has_all
+
+
+@pytest.mark.parametrize(
+    ("params", "needs_tokens"),
+    [
+        (SamplingParams(5), False),
+        (SamplingParams(5, temperature=1.0, top_k=4, top_p=0.5, min_p=0.1, stop=("x",)), False),
+        (SamplingParams(5, logit_bias=((3, 1.0),), num_logprobs=2, stop_token_ids=(3,)), False),
+        (SamplingParams(5, repetition_penalty=1.1), True),
+        (SamplingParams(5, presence_penalty=0.1), True),
+        (SamplingParams(5, frequency_penalty=-0.1), True),
+        (SamplingParams(5, grammar=GrammarSpec(GrammarKind.LARK, 'start: "a"')), True),
+    ],
+)
+def test_only_penalties_and_grammars_look_at_the_tokens_before(
+    params: SamplingParams, needs_tokens: bool
+) -> None:
+    request = make_request("r", [1])
+    request.spec = replace(request.spec, sampling=params)
+
+    assert request.samples_by_known_tokens is needs_tokens
 
 
 def test_a_request_that_never_ran_used_nothing() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
+from sync_recorder import SyncRecorder
 from torch import Tensor
 
-from relaykv.engine.batch import SamplingRow
-from relaykv.engine.request import SamplingParams
+from relaykv.engine.batch import UNKNOWN_TOKEN, SamplingRow
+from relaykv.engine.request import GrammarKind, GrammarSpec, SamplingParams
+from relaykv.engine.row_subset import share_memory
 from relaykv.engine.sampler import Sampler, uniform
+from relaykv.kernels.sampling import Filters, filter_top_k, filter_top_p
 
 _VOCAB_SIZE = 500
 
@@ -210,3 +213,128 @@ def test_a_resumed_request_continues_with_the_number_of_its_next_token() -> None
     first = Sampler()
     first.sample(logits, [_row(seed=99, output=[5])])  # whatever was sampled before
     assert first.sample(logits, [row]) == Sampler().sample(logits, [again])
+
+
+def _cuda_like_sampler(recorder: SyncRecorder) -> Sampler:
+    """As on a device, but for FlashInfer's top-k, and every upload counted by the recorder."""
+    filters = Filters(filter_top_k, filter_top_p)
+    return Sampler(upload=recorder.expecting(share_memory), filters=filters)
+
+
+def test_the_filters_of_a_device_choose_the_same_tokens() -> None:
+    rows = _every_kind_of_row()
+    logits = _logits(len(rows))
+    on_device = Sampler(filters=Filters(filter_top_k, filter_top_p))
+    assert on_device.sample(logits, rows) == Sampler().sample(logits, rows)
+
+
+def test_starting_waits_for_nothing_and_brings_everything_in_one_copy() -> None:
+    rows = _every_kind_of_row()
+    logits = _logits(len(rows))
+    with SyncRecorder() as recorder:
+        sampler = _cuda_like_sampler(recorder)
+        started = sampler.start(logits, rows)
+        assert recorder.calls == []
+        assert recorder.num_expected == 1
+        assert started.token_ids.dtype is torch.int64
+        sampler.start(logits, rows)  # now counts of penalised tokens are kept
+        assert recorder.calls == []
+    tokens = started.tokens()
+    assert [token.token_id for token in tokens] == started.token_ids.tolist()
+    assert tokens == Sampler().sample(logits, rows)
+
+
+def test_greedy_rows_need_nothing_from_the_host() -> None:
+    with SyncRecorder() as recorder:
+        rows = [_row(temperature=0.0), _row(temperature=0.0, num_logprobs=3)]
+        _cuda_like_sampler(recorder).start(_logits(2), [rows[0], rows[0]])
+        _cuda_like_sampler(recorder).start(_logits(2), [rows[1], rows[1]])
+        assert (recorder.calls, recorder.num_expected) == ([], 0)
+        _cuda_like_sampler(recorder).start(_logits(2), rows)
+        assert (recorder.calls, recorder.num_expected) == ([], 1)
+
+
+def test_everything_comes_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Tensor] = []
+
+    def read(values: Tensor) -> Callable[[], Tensor]:
+        copied.append(values)
+        return lambda: values
+
+    monkeypatch.setattr("relaykv.engine.sampler.start_readback", read)
+    rows = _every_kind_of_row()
+    started = Sampler().start(_logits(len(rows)), rows)
+    assert len(copied) == 1
+    assert copied[0].dtype is torch.int32
+    started.tokens()
+    assert len(copied) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_tokens_of_logits_that_are_not_finite_can_be_looked_up_all_the_same(bad: float) -> None:
+    # A step that was launched behind reads the embeddings of these before the host knows.
+    rows = [*_every_kind_of_row(), *_every_kind_of_row()]
+    logits = torch.full((len(rows), _VOCAB_SIZE), bad)
+    started = Sampler(filters=Filters(filter_top_k, filter_top_p)).start(logits, rows)
+    assert all(0 <= token_id < _VOCAB_SIZE for token_id in started.token_ids.tolist())
+    with pytest.raises(FloatingPointError, match="row 0"):
+        started.tokens()
+
+
+def test_only_the_number_of_unknown_tokens_matters_to_a_plain_row() -> None:
+    logits = _logits(3)
+    params: list[dict[str, Any]] = [{"top_p": 0.9}, {"min_p": 0.1, "num_logprobs": 2}, {"top_k": 9}]
+    known = [_row(seed=4, output=[7, 8, 9], **p) for p in params]
+    unknown = [_row(seed=4, output=[7, 8, UNKNOWN_TOKEN], **p) for p in params]
+    assert Sampler().sample(logits, known) == Sampler().sample(logits, unknown)
+
+
+def test_alternatives_do_not_depend_on_how_many_another_row_wants() -> None:
+    logits = _logits(3).round()  # many equal ones
+    wanted = [_row(temperature=0.0, num_logprobs=num) for num in (1, 3, 400)]
+    together = Sampler().sample(logits, wanted)
+    for index, row in enumerate(wanted):
+        assert Sampler().sample(logits[index : index + 1], [row]) == [together[index]]
+
+
+def test_a_bias_on_a_token_that_has_no_logit_is_refused() -> None:
+    with pytest.raises(IndexError, match="token 500 of a bias"):
+        Sampler().sample(_logits(1), [_row(logit_bias=((500, 1.0),))])
+
+
+def test_a_mixed_batch_takes_greedy_rows_as_they_are_and_draws_the_others() -> None:
+    logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 100.0], [0.0, 1.0, 0.9]])
+    rows = [
+        _row(temperature=0.0),
+        _row(seed=3),
+        _row(temperature=0.0, output=[1], frequency_penalty=0.5),
+    ]
+    assert [token.token_id for token in Sampler().sample(logits, rows)] == [1, 2, 2]
+
+
+class _EvenTokens:
+    """Grammars that allow even ids only; a mask is a byte shorter than the vocabulary needs."""
+
+    def mask(self, *_: object) -> bytes:
+        return bytes([0b01010101] * (-(-_VOCAB_SIZE // 8) - 1))
+
+    def keep(self, request_ids: Collection[str]) -> None:
+        assert request_ids
+
+
+def test_a_grammars_mask_comes_with_the_same_copy_as_everything_else() -> None:
+    grammars: Any = _EvenTokens()
+    spec = GrammarSpec(GrammarKind.LARK, "start: X")
+    rows = [_row(seed=3, grammar=spec), _row(seed=4, top_k=5), _row(temperature=0.0, grammar=spec)]
+    logits = _logits(3)
+    with SyncRecorder() as recorder:
+        sampler = Sampler(
+            grammars, recorder.expecting(share_memory), Filters(filter_top_k, filter_top_p)
+        )
+        started = sampler.start(logits, rows)
+        assert (recorder.calls, recorder.num_expected) == ([], 1)
+    drawn, free, greedy = (token.token_id for token in started.tokens())
+    assert drawn % 2 == 0
+    assert free == Sampler().sample(logits[1:2], [rows[1]])[0].token_id
+    allowed = logits[2, : 8 * (-(-_VOCAB_SIZE // 8) - 1) : 2]
+    assert greedy == 2 * int(allowed.argmax())

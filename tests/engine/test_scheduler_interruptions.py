@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_factory import EngineSizes, FakeEngine, assert_answered, make_request
 
-from relaykv.engine.batch import ModelRunnerOutput, RecomputeCount
+from relaykv.engine.batch import ModelRunnerOutput, RecomputeCount, SampledToken
 from relaykv.engine.request import FinishReason
 from relaykv.engine.request_state import RequestStatus
 
@@ -87,6 +87,7 @@ def test_repair_counts_of_a_later_admission_are_not_added_to_the_first() -> None
     request.first_plan = None  # as if this were not the first admission
     output = ModelRunnerOutput({}, {"r": RecomputeCount({0: 5}, 40)})
 
+    engine.scheduler.advance(batch)
     engine.scheduler.update(batch, output, ())
 
     assert request.recomputed == {}
@@ -180,4 +181,50 @@ def test_a_step_that_failed_while_it_relayed_lets_go_of_the_sources() -> None:
     engine.scheduler.finish("r", FinishReason.ERROR, 0)
 
     assert request.source_blocks == []
+    assert engine.pool.counts().used == 0
+
+
+def test_blocks_get_their_names_when_the_step_is_over_and_never_for_a_token_to_come() -> None:
+    engine = FakeEngine()
+    request = engine.add(make_request("r", range(7), max_tokens=9))
+    first = engine.scheduler.schedule()
+    engine.scheduler.advance(first)
+    second = engine.scheduler.schedule()
+    engine.scheduler.advance(second)  # with the first token still unknown, the second block is full
+
+    assert request.num_computed_tokens == 8
+    assert request.block_hashes == []
+    engine.scheduler.update(first, ModelRunnerOutput({"r": SampledToken(70, None)}, {}), ())
+    assert len(request.block_hashes) == 1
+    engine.scheduler.update(second, ModelRunnerOutput({"r": SampledToken(71, None)}, {}), ())
+    assert len(request.block_hashes) == 2
+    assert request.token_ids == [*range(7), 70, 71]
+    same = engine.prefix_cache.match([*range(7), 70, 71], "")
+    assert len(same.blocks) == 2
+
+
+def test_sources_are_let_go_at_the_launch_and_kept_in_order_by_the_device() -> None:
+    engine = FakeEngine()
+    engine.serve(make_request("writer", SAID, session="s"))
+    request = engine.add(make_request("r", [1, *SAID, 2], session="s"))
+    batch = engine.scheduler.schedule()
+    assert request.source_blocks
+
+    engine.scheduler.advance(batch)
+
+    assert request.source_blocks == []
+    engine.check()
+
+
+def test_what_a_step_in_flight_computes_is_not_recorded() -> None:
+    engine = FakeEngine()
+    engine.add(make_request("r", range(7), max_tokens=9, session="s"))
+    first = engine.scheduler.schedule()
+    engine.scheduler.advance(first)
+    engine.scheduler.advance(engine.scheduler.schedule())
+    engine.scheduler.update(first, ModelRunnerOutput({"r": SampledToken(70, None)}, {}), ())
+
+    engine.abort("r", 1)
+
+    assert engine.all_recordings()[0].token_ids == tuple(range(7))
     assert engine.pool.counts().used == 0

@@ -1,10 +1,17 @@
-"""What tests of the CUDA kernels share: whether the libraries these need are there."""
+"""What tests of the CUDA kernels share: whether the libraries these need are there.
+
+The GPU check's cases and golden files are read from benchmarks/, which is put on the path.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture

@@ -137,7 +137,8 @@ class StandIn:
     def _plan_prefill(self, given: SimpleNamespace) -> list[int]:
         for name in ("qo_indptr", "kv_indptr", "kv_len_arr"):
             check_host_array(name, getattr(given, name))
-        require(given.batch_size == len(given.kv_len_arr), "one length of keys a request")
+        as_many = given.batch_size == len(given.kv_len_arr) == len(given.kv_indptr) - 1
+        require(as_many, "qo_indptr and kv_indptr differ in length")
         require(given.num_colocated_ctas == 0, "nothing runs beside it")
         if given.enable_cuda_graph:
             decodes = given.uniform_q_len == 1 and given.fixed_uniform_q_len
@@ -289,11 +290,9 @@ def flashinfer_stand_in(slow_copies: bool = False) -> Iterator[StandIn]:
         _check_variant(given)
         return stand_in.prefill_module(given.dtype_q, is_variant=True)
 
-    def gen_independent(*_: Any) -> SimpleNamespace:
+    def lazy_independent(*_: Any) -> SimpleNamespace:
         # What FlashInfer would build for keys and values of different strides.
-        return SimpleNamespace(
-            build_and_load=_refuse("a module for keys and values whose strides differ")
-        )
+        return SimpleNamespace(get=_refuse("a module for keys and values whose strides differ"))
 
     # Without the cache around it, which would outlive the stand-in.
     uncached = _attribute(prefill, "get_customize_batch_prefill_module", version).__wrapped__
@@ -306,7 +305,8 @@ def flashinfer_stand_in(slow_copies: bool = False) -> Iterator[StandIn]:
     ]
     patches: list[tuple[ModuleType, str, Any]] = [
         (prefill, "_gen_batch_prefill_primary_module", gen_stock),
-        (prefill, "_gen_batch_prefill_independent_paged_module", gen_independent),
+        (prefill, "_gen_batch_prefill_independent_paged_module", lambda *_: None),
+        (prefill, "_LazyBatchPrefillIndependentModule", lazy_independent),
         (prefill, "gen_customize_batch_prefill_module", gen_variant),
         (prefill, "get_customize_batch_prefill_module", uncached),
         (decode, "gen_batch_decode_module", gen_decode),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from relaykv.engine.client import EngineStats, ModelCard, RecordingInfo, SessionInfo
+from relaykv.engine.policy import Bands
+from relaykv.engine.relay_profile import BandsSource, ChosenBands
 from relaykv.engine.relay_report import RelayReport, SegmentReport
 from relaykv.engine.request import (
     FinishReason,
@@ -101,6 +104,9 @@ class FakeEngine:
         self.ready = True
         self.model = ModelCard(name, MAX_MODEL_LEN, VOCAB_SIZE, created=1_700_000_000)
         self.policies = ("full", "shift", "relay")
+        self.relay_bands = ChosenBands(
+            Bands(1, 3, 6), BandsSource.OWN, "0123456789abcdef", Path("folder/profile.json")
+        )
         self.deleted: list[tuple[str, str]] = []
         self.tenants: list[str] = []
 

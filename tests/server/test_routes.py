@@ -8,6 +8,8 @@ import pytest
 from app_client import CHAT, AppClient
 from fake_engine import MAX_MODEL_LEN, FakeEngine, fake_state
 
+from relaykv.engine.policy import Bands
+from relaykv.engine.relay_profile import BandsSource, ChosenBands
 from relaykv.server.app import create_app
 from relaykv.server.settings import ServerSettings
 from relaykv.server.state import ServerState
@@ -109,6 +111,19 @@ def test_relay_tells_policies_and_the_default(client: AppClient) -> None:
     assert answer["policies"] == ["full", "shift", "relay"]
     assert answer["default_policy"] == "relay"
     assert answer["model"] == "org/tiny"
+
+
+def test_relay_tells_the_bands_and_where_they_come_from(
+    client: AppClient, engine: FakeEngine
+) -> None:
+    answer = client.get("/v1/relay").json()
+    assert answer["bands"] == {"inject": 1, "select": 3, "stop": 6}
+    assert answer["bands_source"] == "own profile"
+    assert answer["profile"] == "profile.json"
+    assert answer["fingerprint"] == "0123456789abcdef"
+    engine.relay_bands = ChosenBands(Bands(0, 2, 7), BandsSource.DEFAULT, "f")
+    answer = client.get("/v1/relay").json()
+    assert (answer["bands_source"], answer["profile"]) == ("safe default", None)
 
 
 def test_sessions_are_listed_shown_and_deleted_for_their_key(

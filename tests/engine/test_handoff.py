@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaykv.engine.handoff import HandoffError, read_handoffs, shipped_handoffs
+
+GOOD: dict[str, Any] = {
+    "id": "a",
+    "domain": "tests",
+    "producers": [{"system": "You write.", "user": "Write."}],
+    "consumer": {"system": "", "user_template": "Read {output_1} now."},
+}
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "handoffs.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps({**GOOD, **fields})
+
+
+def consumer(template: str) -> dict[str, str]:
+    return {"system": "You read.", "user_template": template}
+
+
+def test_the_shipped_handoffs_cover_many_domains_and_both_numbers_of_producers() -> None:
+    handoffs = shipped_handoffs()
+
+    assert len(handoffs) >= 24
+    assert len({handoff.domain for handoff in handoffs}) >= 12
+    assert {len(handoff.producers) for handoff in handoffs} == {1, 2}
+    for handoff in handoffs:
+        roles = [handoff.consumer.system, *(producer.system for producer in handoff.producers)]
+        assert all(roles)
+        assert len(set(roles)) == len(roles)
+
+
+def test_the_shipped_handoffs_put_text_before_and_behind_every_output() -> None:
+    for handoff in shipped_handoffs():
+        marks = [f"<{index}>" for index, _ in enumerate(handoff.producers)]
+        text = handoff.consumer.user(marks)
+        assert len(text[: text.index(marks[0])].split()) >= 10, handoff.id
+        assert len(text[text.index(marks[-1]) :].split()) >= 20, handoff.id
+
+
+def test_lines_are_read_in_order_and_empty_ones_are_skipped(tmp_path: Path) -> None:
+    second = json.loads(changed(id="b"))
+    del second["domain"]
+    path = write(tmp_path, changed(), "", json.dumps(second), "  ")
+
+    first, last = read_handoffs(path)
+
+    assert (first.id, first.domain, first.producers[0].user) == ("a", "tests", "Write.")
+    assert (last.id, last.domain, last.consumer.system) == ("b", "", "")
+
+
+def test_outputs_take_their_places_and_their_braces_mean_nothing(tmp_path: Path) -> None:
+    producers = GOOD["producers"] * 2
+    line = changed(producers=producers, consumer=consumer("B {output_2}, A {output_1}."))
+
+    (handoff,) = read_handoffs(write(tmp_path, line))
+
+    assert handoff.consumer.user(["{output_2}", "\\1"]) == "B \\1, A {output_2}."
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "an object is expected"),
+        (changed(extra=1), "the field 'extra' is unknown"),
+        (json.dumps({"id": "a"}), "the field 'producers' is missing"),
+        (changed(id=3), "id: text is expected"),
+        (changed(id=" "), "id: the text is empty"),
+        (changed(producers=[]), "producers: a list of at least one is expected"),
+        (changed(producers=[{"system": ""}]), "producer 1: the field 'user' is missing"),
+        (changed(producers=[{"system": "", "user": ""}]), "producer 1: user: the text is empty"),
+        (changed(consumer=consumer("no place")), r"\{output_1\} must stand in it, each once"),
+        (changed(consumer=consumer("{output_1}{output_1}")), "each once"),
+        (changed(consumer=consumer("{output_1} {output_2}")), "each once"),
+        ("[" * 100_000, "line 2"),
+    ],
+)
+def test_a_line_that_is_no_handoff_is_refused_with_its_number_and_the_reason(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    path = write(tmp_path, changed(id="first"), line)
+
+    with pytest.raises(HandoffError, match=reason) as caught:
+        read_handoffs(path)
+
+    assert f"{path}, line 2: " in str(caught.value)
+
+
+def test_an_id_that_occurs_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    with pytest.raises(HandoffError, match="line 3: the id 'a' stands in line 1 already"):
+        read_handoffs(write(tmp_path, changed(), changed(id="b"), changed()))
+
+
+def test_a_file_that_is_missing_or_empty_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HandoffError, match="cannot read"):
+        read_handoffs(tmp_path / "none.jsonl")
+    with pytest.raises(HandoffError, match="holds no hand-offs"):
+        read_handoffs(write(tmp_path, "", ""))
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(HandoffError, match="cannot read"):
+        read_handoffs(path)
