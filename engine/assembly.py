@@ -41,7 +41,7 @@ from relaykv.engine.prefix_cache import PrefixCache
 from relaykv.engine.recording import RecordingStore
 from relaykv.engine.relay_profile import BandsSource, ChosenBands, choose_bands
 from relaykv.engine.scheduler import Scheduler
-from relaykv.engine.sizing import choose_cache, choose_max_model_len
+from relaykv.engine.sizing import choose_cache, choose_max_model_len, choose_step_tokens
 from relaykv.engine.tokenizer import Tokenizer
 from relaykv.kernels.attention import AttentionBackend
 
@@ -105,7 +105,7 @@ def prepare(options: EngineOptions) -> EngineParts:
         hidden_layer=chosen.bands.inject,
         cache=cache,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=choose_step_tokens(options, device),
             max_num_requests=options.max_num_requests,
             max_model_len=max_model_len,
         ),

@@ -33,7 +33,7 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # the last may be unknown, unless the choice depends on them
     request_id: str = ""  # nothing depends on it; a grammar's state is found again by it
 
 
@@ -66,7 +66,7 @@ class ScheduledRequest:
     request_id: str
     start: int
     stop: int
-    token_ids: tuple[int, ...]  # at those positions
+    token_ids: tuple[int, ...]  # at those positions; the last may be unknown
     block_ids: tuple[int, ...]  # of the whole request so far
     policy: Policy
     relay_spans: tuple[Span, ...]  # inside [start, stop)

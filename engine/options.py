@@ -15,7 +15,7 @@ class EngineOptions:
     dtype: str = "auto"  # "float32", "bfloat16", "float16"; "auto": by the device
     max_model_len: int | None = None  # tokens of prompt and answer together
     kv_memory_bytes: int | None = None
-    max_num_batched_tokens: int = 512  # rows that one step computes
+    max_num_batched_tokens: int | None = None  # rows that one step computes; None: by the device
     max_num_requests: int = 32  # running at the same time
     relay_policy: str = "relay"  # for requests that name a session and no policy
     profile: str | None = None  # file with the model's relay bands; None: the shipped one

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 import psutil
+import torch
 
 from relaykv.engine.batch import SamplingRow, ScheduledBatch, ScheduledRequest
 from relaykv.engine.config import CacheConfig, DeviceConfig, ModelConfig
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 # On a CPU without --kv-memory: a fifth of what is free now, within bounds that suit small ones.
 _KV_MEMORY_SHARE = 0.2
 _MAX_DEFAULT_KV_BYTES = 8 << 30
+_STEP_TOKENS_ON_CPU = 512
+_STEP_TOKENS_ON_GPU = 8192
 
 
 def choose_cache(options: EngineOptions, model: DecoderModel, config: DeviceConfig) -> CacheConfig:
@@ -64,12 +67,18 @@ def choose_max_model_len(options: EngineOptions, config: ModelConfig, cache: Cac
     return wanted
 
 
+def choose_step_tokens(options: EngineOptions, device: torch.device) -> int:
+    """Rows that one step computes: enough to keep the device busy, few enough for decodes."""
+    default = _STEP_TOKENS_ON_CPU if device.type == "cpu" else _STEP_TOKENS_ON_GPU
+    return options.max_num_batched_tokens or default
+
+
 def run_largest_step(options: EngineOptions, model: DecoderModel, config: DeviceConfig) -> None:
     """Runs a prefill of a whole step's budget and a full batch that samples, on a small cache.
 
     Sampling with top-p on all rows takes the most memory of all ways to sample.
     """
-    num_tokens = options.max_num_batched_tokens
+    num_tokens = choose_step_tokens(options, model.device)
     num_rows = options.max_num_requests
     block_size = CacheConfig(1).block_size
     cache = CacheConfig(max(-(-num_tokens // block_size), num_rows), block_size)

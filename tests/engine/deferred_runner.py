@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from relaykv.engine.assembly import EngineParts, build_core
 from relaykv.engine.batch import (
     UNKNOWN_TOKEN,
     ModelRunnerOutput,
@@ -67,8 +68,13 @@ class DeferredRunner:
         return replace(part, token_ids=(*part.token_ids[:-1], token.token_id))
 
 
-def overlapped(core: EngineCore) -> EngineCore:
-    """The same core, with overlap and a runner that defers."""
+def prompt_core(parts: EngineParts) -> EngineCore:
+    """A core with overlap whose runner computes a step when it is launched."""
+    return build_core(replace(parts, device=replace(parts.device, overlap=True)))
+
+
+def late_core(parts: EngineParts) -> EngineCore:
+    """A core with overlap whose runner computes a step when its result is asked for."""
+    core = prompt_core(parts)
     core.runner = cast(ModelRunner, DeferredRunner(core.runner))
-    core._num_ahead = 1
     return core

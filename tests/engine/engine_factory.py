@@ -179,11 +179,12 @@ class FakeEngine:
             holders.update(block.id for block in request.blocks)
             holders.update(block.id for block in request.source_blocks)
             capacity = len(request.blocks) * self.sizes.block_size
-            assert request.num_computed_tokens <= capacity
+            assert request.num_collected_tokens <= request.num_computed_tokens <= capacity
         for request in self.scheduler._waiting:
             assert not request.blocks
             assert not request.source_blocks
-            assert not request.is_in_flight
+            assert request.num_computed_tokens == request.num_collected_tokens == 0
+            assert request.num_awaited_tokens == 0
         recorded: Counter[int] = Counter()
         for recording in self.all_recordings():
             recorded.update(block.id for block in recording.blocks)

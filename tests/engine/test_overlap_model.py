@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
-from deferred_runner import DeferredRunner, overlapped
+from deferred_runner import DeferredRunner, late_core, prompt_core
 from overlap_core import Story, assert_same, play
 from tiny_core import ids, request, tiny_core, tiny_parts
 
 from relaykv.engine.assembly import build_core
 from relaykv.engine.async_engine import AsyncEngine
-from relaykv.engine.core import EngineCore
 from relaykv.engine.request import FinishReason, GenerateRequest, GrammarKind, GrammarSpec
 
 SCHEMA = {
@@ -27,12 +26,6 @@ SCHEMA = {
 }
 
 
-def ahead(core: EngineCore) -> EngineCore:
-    """The same core, with overlap and its own runner."""
-    core._num_ahead = 1
-    return core
-
-
 def play_all(
     requests: Sequence[GenerateRequest],
     after: Mapping[str, str] | None = None,
@@ -41,8 +34,9 @@ def play_all(
 ) -> Story:
     """Plays without overlap and in both ways with it, and asserts that nobody can tell."""
     expected = play(tiny_core(**sizes), requests, after, aborts)
-    assert_same(play(ahead(tiny_core(**sizes)), requests, after, aborts), expected)
-    late = overlapped(tiny_core(**sizes))
+    parts = tiny_parts(**sizes)
+    assert_same(play(prompt_core(parts), requests, after, aborts), expected)
+    late = late_core(parts)
     assert_same(play(late, requests, after, aborts), expected)
     assert isinstance(late.runner, DeferredRunner)
     assert late.runner.num_unknown > 0
@@ -97,8 +91,8 @@ def test_log_probabilities_are_the_same() -> None:
 def test_preempted_requests_get_the_same_tokens() -> None:
     requests = [request(str(n), ids(n, 50), 60) for n in range(4)]
     expected = play(tiny_core(), requests)
-    for overlap in (ahead, overlapped):
-        core = overlap(tiny_core(num_blocks=20, max_model_len=320))
+    for build in (prompt_core, late_core):
+        core = build(tiny_parts(num_blocks=20, max_model_len=320))
         story = play(core, requests)
         assert core.stats().num_preemptions > 0
         for name, result in expected.results.items():
@@ -131,8 +125,8 @@ def test_constrained_answers_are_the_same_beside_free_ones() -> None:
     ]
     expected = play(build_core(parts), requests)
 
-    for overlap in (ahead, overlapped):
-        assert_same(play(overlap(build_core(parts)), requests), expected)
+    for build in (prompt_core, late_core):
+        assert_same(play(build(parts), requests), expected)
 
     assert 5 <= len(json.loads(expected.results["json"].text)["text"]) <= 20
     assert len(expected.results["free"].token_ids) == 70
@@ -147,7 +141,7 @@ def test_an_engine_thread_serves_and_rests_with_overlap() -> None:
         return [t async for output in engine.generate(wanted) for t in output.token_ids]
 
     async def main() -> None:
-        engine = AsyncEngine(overlapped(tiny_core()), tiny_parts())
+        engine = AsyncEngine(late_core(tiny_parts()), tiny_parts())
         engine.start()
         try:
             for _ in range(2):  # the second time after the thread has waited
