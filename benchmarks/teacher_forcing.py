@@ -51,7 +51,7 @@ class TeacherForcing:
         """Log-probabilities at the positions that choose each token of `answer`."""
         tokens = [*prompt, *answer[:-1]]
         segments = self._core.recordings.match(key, list(prompt), 0) if policy.relays else []
-        plan = plan_prefill(len(prompt), 0, segments, self._min_segment_tokens)
+        plan = plan_prefill(len(prompt), 0, segments, self._min_segment_tokens, lambda _: policy)
         spans = tuple(plan.relay_spans(0, len(prompt)))
         num_blocks = -(-len(tokens) // self._block_size)
         blocks = self._core.pool.allocate(num_blocks)
@@ -63,7 +63,6 @@ class TeacherForcing:
                 stop=len(tokens),
                 token_ids=tuple(tokens),
                 block_ids=block_ids,
-                policy=policy,
                 relay_spans=spans,
                 counts_influence=False,
                 sampling=None,

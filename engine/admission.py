@@ -84,7 +84,11 @@ class Admission:
     def _plan(self, request: Request, prefix: PrefixMatch, segments: list[Segment]) -> PrefillPlan:
         num_prefix_tokens = len(prefix.blocks) * self._block_size
         return plan_prefill(
-            len(request.token_ids), num_prefix_tokens, segments, self._min_segment_tokens
+            len(request.token_ids),
+            num_prefix_tokens,
+            segments,
+            self._min_segment_tokens,
+            lambda _: request.policy,
         )
 
     def _hold_sources(self, request: Request, plan: PrefillPlan) -> dict[int, Recording]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import Span
 from relaykv.engine.request import SamplingParams, TokenLogprob
 
@@ -68,8 +67,7 @@ class ScheduledRequest:
     stop: int
     token_ids: tuple[int, ...]  # at those positions; the last may be unknown
     block_ids: tuple[int, ...]  # of the whole request so far
-    policy: Policy
-    relay_spans: tuple[Span, ...]  # inside [start, stop)
+    relay_spans: tuple[Span, ...]  # inside [start, stop), each with its policy
     counts_influence: bool  # decoding in a session: add up the attention its tokens receive
     sampling: SamplingRow | None  # set when the chunk reaches the end: its logits are sampled
     # Tokens of the prompt behind the chunk's positions, where their log-probabilities are wanted.

@@ -9,7 +9,8 @@ import numpy as np
 
 from relaykv.engine.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 from relaykv.engine.kv_cache import KVCache
-from relaykv.engine.policy import Bands, Deviation, Policy
+from relaykv.engine.policy import Bands, Deviation, Policy, Selection
+from relaykv.engine.prefill_plan import Span
 from relaykv.engine.recompute import select_tokens
 from relaykv.kernels.attention import IntArray
 
@@ -163,24 +164,25 @@ class ForwardBatchBuilder:
         for span in request.relay_spans:
             self._add_rows(index, request, range(position, span.start), 0, self._num_layers, False)
             first_row = len(self._token_ids)
-            self._add_span(index, request, span.start, span.stop)
-            if request.policy.shared_offset:
+            self._add_span(index, request, span)
+            if span.policy is not None and span.policy.shared_offset:
                 slots = _ints(self._slots_of(request, range(span.start, span.stop)))
                 rows = (first_row, len(self._token_ids))
-                self._offset_spans.append(OffsetSpan(*rows, slots, request.policy.shared_offset))
+                self._offset_spans.append(OffsetSpan(*rows, slots, span.policy.shared_offset))
             position = span.stop
         self._add_rows(index, request, range(position, request.stop), 0, self._num_layers, False)
         if request.sampling is not None:
             self._sample_rows.append(len(self._token_ids) - 1)
             self._sample_request_ids.append(request.request_id)
 
-    def _add_span(self, index: int, request: ScheduledRequest, start: int, stop: int) -> None:
-        policy = request.policy
+    def _add_span(self, index: int, request: ScheduledRequest, span: Span) -> None:
+        policy, start, stop = span.policy, span.start, span.stop
+        assert policy is not None
         bands = policy.bands
         if bands is None:
             return  # relayed as it is: no row of it is ever computed
         if bands.inject == bands.select and policy.selection.deviation is Deviation.NONE:
-            chosen = self._select_now(request, start, stop)
+            chosen = self._select_now(request, policy.selection, start, stop)
             positions = [start + offset for offset in chosen]
             self._add_rows(index, request, positions, bands.inject, bands.stop + 1, True)
             num_layers = bands.stop + 1 - bands.inject
@@ -192,12 +194,14 @@ class ForwardBatchBuilder:
         last_row = len(self._token_ids)
         self._spans.append(SpanRows(request.request_id, start, first_row, last_row, bands, policy))
 
-    def _select_now(self, request: ScheduledRequest, start: int, stop: int) -> list[int]:
+    def _select_now(
+        self, request: ScheduledRequest, selection: Selection, start: int, stop: int
+    ) -> list[int]:
         influence = None
-        if request.policy.selection.influence_factor is not None:
+        if selection.influence_factor is not None:
             slots = self._cache.slots(request.block_ids, start, stop)
             influence = self._cache.influence.index_select(0, slots).tolist()
-        return select_tokens(request.policy.selection, stop - start, None, influence)
+        return select_tokens(selection, stop - start, None, influence)
 
     def _add_rows(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from relaykv.engine.policy import Policy
 from relaykv.engine.segment import Segment
 
 
@@ -24,10 +25,15 @@ class Span:
     start: int
     stop: int
     segment: Segment | None = None  # of a RELAY span
+    policy: Policy | None = None  # that a RELAY span is served by
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    def cost(self, num_layers: int) -> float:
+        """Expected layer-tokens computed per token, as a share of a full prefill."""
+        return self.policy.relay_cost(num_layers) if self.policy else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,14 @@ class PrefillPlan:
                 continue
             part = span.segment.clip(start, stop)
             if part.num_tokens > 0:
-                yield Span(SpanKind.RELAY, part.start, part.stop, part)
+                yield Span(SpanKind.RELAY, part.start, part.stop, part, span.policy)
 
-    def chunk_stop(self, start: int, budget: int, full_budget: int, relay_cost: float) -> int:
+    def chunk_stop(self, start: int, budget: int, full_budget: int, num_layers: int) -> int:
         """How far a prefill chunk from `start` may go.
 
-        A computed token costs 1, a relayed one `relay_cost`. A relayed span is taken whole,
-        because its policy compares its tokens with each other: the first of a chunk even when
-        it overdraws the budget, so that a busy server cannot starve it. It is split only when
+        A computed token costs 1, a relayed one what its policy expects. A relayed span is taken
+        whole, because its policy compares its tokens with each other: the first of a chunk even
+        when it overdraws the budget, so that a busy server cannot starve it. It is split only when
         it would not fit into `full_budget`, the budget of a step that does nothing else.
 
         Returns:
@@ -72,7 +78,8 @@ class PrefillPlan:
             if span.stop <= position:
                 continue
             remaining = span.stop - position
-            cost = remaining * (relay_cost if span.kind is SpanKind.RELAY else 1.0)
+            token_cost = span.cost(num_layers)
+            cost = remaining * token_cost
             if cost <= left:
                 left -= cost
                 position = span.stop
@@ -81,7 +88,7 @@ class PrefillPlan:
                 position += math.floor(left)
             elif position == start:
                 position = (
-                    span.stop if cost <= full_budget else start + math.floor(left / relay_cost)
+                    span.stop if cost <= full_budget else start + math.floor(left / token_cost)
                 )
             break
         return position
@@ -92,6 +99,7 @@ def plan_prefill(
     num_prefix_tokens: int,
     segments: Sequence[Segment],
     min_segment_tokens: int,
+    policy_of: Callable[[Segment], Policy | None],
 ) -> PrefillPlan:
     """Lays the spans of a prompt: the prefix first, then segments, the rest computed.
 
@@ -101,6 +109,7 @@ def plan_prefill(
         segments: disjoint, in order; clipped to what the prefix leaves, and dropped where
             fewer than `min_segment_tokens` remain. The last token is always computed: its
             logits choose the first token of the answer.
+        policy_of: what serves a segment, clipped; None: it is computed.
     """
     spans: list[Span] = []
     if num_prefix_tokens:
@@ -108,11 +117,12 @@ def plan_prefill(
     position = num_prefix_tokens
     for segment in segments:
         part = segment.clip(position, num_tokens - 1)
-        if part.num_tokens < min_segment_tokens:
+        policy = policy_of(part) if part.num_tokens >= min_segment_tokens else None
+        if policy is None:
             continue
         if part.start > position:
             spans.append(Span(SpanKind.COMPUTE, position, part.start))
-        spans.append(Span(SpanKind.RELAY, part.start, part.stop, part))
+        spans.append(Span(SpanKind.RELAY, part.start, part.stop, part, policy))
         position = part.stop
     if position < num_tokens:
         spans.append(Span(SpanKind.COMPUTE, position, num_tokens))

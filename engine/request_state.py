@@ -132,7 +132,6 @@ class Request:
             stop=stop,
             token_ids=self._token_range(start, stop),
             block_ids=tuple(block.id for block in self.blocks),
-            policy=self.policy,
             relay_spans=tuple(self.plan.relay_spans(start, stop)) if self.plan else (),
             counts_influence=self.session_key is not None and self.num_tokens > len(prompt),
             sampling=sampling,

@@ -107,8 +107,11 @@ def shared_offsets(batch: ForwardBatch, rows: IntArray) -> list[SharedOffset]:
     offsets = []
     for span in batch.offset_spans:
         first, last = np.searchsorted(rows, (span.start, span.stop))
-        fresh_slots = batch.slots[rows[first:last]]
-        other_slots = np.setdiff1d(span.slots, fresh_slots, assume_unique=True)
+        all_fresh = batch.slots[rows[first:last]]
+        other_slots = np.setdiff1d(span.slots, all_fresh, assume_unique=True)
+        head = np.isin(all_fresh, span.slots[:16], assume_unique=True)
+        first += int(head.sum())
+        fresh_slots = all_fresh[~head]
         if fresh_slots.size and other_slots.size:
             offsets.append(
                 SharedOffset(np.arange(first, last), fresh_slots, other_slots, span.scale)

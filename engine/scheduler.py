@@ -180,15 +180,14 @@ class Scheduler:
         """Adds as much of a prefill as the budget allows; returns what it is expected to cost."""
         plan = request.plan
         assert plan is not None
-        cost = request.policy.relay_cost(self._num_layers)
         start = request.num_computed_tokens
         full_budget = self._config.max_num_batched_tokens
-        stop = plan.chunk_stop(start, int(budget), full_budget, cost)
+        stop = plan.chunk_stop(start, int(budget), full_budget, self._num_layers)
         if stop > start:
             part = request.part(stop)
             scheduled.append(part)
-            relayed = sum(span.num_tokens for span in part.relay_spans)
-            return stop - start - relayed + relayed * cost
+            spared = (s.num_tokens * (1 - s.cost(self._num_layers)) for s in part.relay_spans)
+            return stop - start - sum(spared)
         return 0.0
 
     def _must_wait(self, decoding: list[Request]) -> bool:

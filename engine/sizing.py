@@ -15,7 +15,6 @@ from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.memory import CudaMemory, kv_memory_bytes
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.options import EngineOptions
-from relaykv.engine.policy import Policy
 from relaykv.engine.request import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -98,7 +97,6 @@ def _request(request_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> Sc
         stop=num_tokens,
         token_ids=(0,) * num_tokens,
         block_ids=block_ids,
-        policy=Policy("full", relays=False),
         relay_spans=(),
         counts_influence=False,
         sampling=sampling,

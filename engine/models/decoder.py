@@ -39,7 +39,8 @@ class DecoderModel:
             embedding: [vocab, d].
             layers: one entry per layer.
             final_norm: [d].
-            head: [vocab, d]; the embedding itself when the two are tied.
+            head: [vocab, d]; the embedding itself when the two are tied. Logits are computed in
+                its dtype.
             kernels: fit for that device; None: plain torch.
         """
         self.config = config
@@ -110,7 +111,7 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocab] of the [n, d] states that left the last layer."""
         normed = self.kernels.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        return F.linear(normed, self._head).float()
+        return F.linear(normed.to(self._head.dtype), self._head).float()
 
 
 def rope_frequencies(rope: RopeConfig) -> Tensor:

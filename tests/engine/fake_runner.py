@@ -172,7 +172,7 @@ class FakeRunner:
                 3 * len(part.relay_spans),
             )
             for part in step.batch.requests
-            if part.relay_spans and part.policy.bands is not None
+            if any(span.policy and span.policy.bands for span in part.relay_spans)
         }
         return ModelRunnerOutput(self._last, recomputed)
 

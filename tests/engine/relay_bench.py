@@ -67,7 +67,7 @@ class RelayBench:
             Logits of the rows behind the last segment in the last chunk, and what repair took.
         """
         blocks = self._take(len(tokens))
-        plan = plan_prefill(len(tokens), 0, [segment for _, segment in sources], 1)
+        plan = plan_prefill(len(tokens), 0, [s for _, s in sources], 1, lambda _: policy)
         for source, segment in sources:
             self._relay(source, blocks, segment)
         num_tokens: dict[int, int] = {}
@@ -80,7 +80,6 @@ class RelayBench:
                 stop=stop,
                 token_ids=tuple(tokens[start:stop]),
                 block_ids=blocks,
-                policy=policy,
                 relay_spans=tuple(plan.relay_spans(start, stop)),
                 counts_influence=False,
                 sampling=None,

@@ -18,7 +18,7 @@ def relayed_request(explain: bool = False) -> Request:
     """100 prompt tokens: 16 of a prefix hit, two segments of 20 and 30, the rest computed."""
     request = make_request("r", range(100), session="s", policy="relay", explain=explain)
     segments = [Segment(20, 40, 1, 5), Segment(50, 80, 1, 50)]
-    request.plan = request.first_plan = plan_prefill(100, 16, segments, 8)
+    request.plan = request.first_plan = plan_prefill(100, 16, segments, 8, lambda _: request.policy)
     request.sources = (SegmentSource(20, 40, "w", 5), SegmentSource(50, 80, "w", 50))
     return request
 
