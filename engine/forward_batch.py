@@ -28,16 +28,6 @@ class SpanRows:
 
 
 @dataclass(frozen=True, slots=True)
-class OffsetSpan:
-    """A relayed span whose recomputed tokens correct the others; its rows are [start, stop)."""
-
-    start: int
-    stop: int
-    slots: IntArray  # of all its tokens
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class StaticSelection:
     """A relayed span whose recomputed tokens were known before the forward."""
 
@@ -66,7 +56,6 @@ class ForwardBatch:
     unknown_request_ids: tuple[str, ...]  # and for which request
     spans: tuple[SpanRows, ...]
     static_selections: tuple[StaticSelection, ...]
-    offset_spans: tuple[OffsetSpan, ...]
     block_indptr: IntArray  # blocks of request r in `block_ids`
     block_ids: IntArray
     counts_influence: tuple[bool, ...]
@@ -113,7 +102,6 @@ class ForwardBatchBuilder:
         self._slots: list[int] = []
         self._spans: list[SpanRows] = []
         self._static: list[StaticSelection] = []
-        self._offset_spans: list[OffsetSpan] = []
         self._sample_rows: list[int] = []
         self._sample_request_ids: list[str] = []
         self._scored_rows: list[int] = []
@@ -145,7 +133,6 @@ class ForwardBatchBuilder:
             ),
             spans=tuple(self._spans),
             static_selections=tuple(self._static),
-            offset_spans=tuple(self._offset_spans),
             block_indptr=_ints(block_indptr),
             block_ids=_ints(block_ids),
             counts_influence=tuple(request.counts_influence for request in batch.requests),
@@ -163,12 +150,7 @@ class ForwardBatchBuilder:
         self._scored_rows += range(first_row, first_row + len(request.scored_token_ids))
         for span in request.relay_spans:
             self._add_rows(index, request, range(position, span.start), 0, self._num_layers, False)
-            first_row = len(self._token_ids)
             self._add_span(index, request, span)
-            if span.policy is not None and span.policy.shared_offset:
-                slots = _ints(self._slots_of(request, range(span.start, span.stop)))
-                rows = (first_row, len(self._token_ids))
-                self._offset_spans.append(OffsetSpan(*rows, slots, span.policy.shared_offset))
             position = span.stop
         self._add_rows(index, request, range(position, request.stop), 0, self._num_layers, False)
         if request.sampling is not None:

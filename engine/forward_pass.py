@@ -31,24 +31,12 @@ from relaykv.engine.row_phases import (
     attention_batch,
     phase_arrays,
     plan_phases,
-    shared_offsets,
 )
 from relaykv.kernels.attention import AttentionBackend, IntArray
 from relaykv.kernels.kernel_set import KernelSet
-from relaykv.kernels.shared_offset import add_shared_offset
 from relaykv.kernels.staging import Staging
 
 _NONE = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Offset:
-    """`SharedOffset` on the device."""
-
-    places: Tensor
-    fresh_slots: Tensor
-    other_slots: Tensor
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,6 @@ class _ActiveRows:
     cos: Tensor  # fp32 [n, rotary dim / 2]
     sin: Tensor
     plan: Any  # the attention backend's
-    offsets: tuple[_Offset, ...] = ()
 
 
 class ForwardPass:
@@ -172,16 +159,13 @@ class ForwardPass:
     ) -> tuple[list[Tensor], list[_ActiveRows]]:
         """Brings `extra` and everything that phases need to the device, in one copy."""
         layouts = [self._attention.layout(attention_batch(batch, p.rows)) for p in phases]
-        offsets = [shared_offsets(batch, phase.rows) for phase in phases]
         arrays: list[NDArray[Any]] = [*extra]
-        for phase, layout, corrections in zip(phases, layouts, offsets, strict=True):
+        for phase, layout in zip(phases, layouts, strict=True):
             arrays += [*phase_arrays(batch, phase), *layout.arrays]
-            for correction in corrections:
-                arrays += correction.arrays
         brought = iter(self._staging.upload(arrays))
         tensors = [next(brought) for _ in extra]
         actives = []
-        for phase, layout, corrections in zip(phases, layouts, offsets, strict=True):
+        for phase, layout in zip(phases, layouts, strict=True):
             slots, positions, kept, kept_places, joins, joins_slots, joins_places = (
                 next(brought) for _ in range(7)
             )
@@ -199,10 +183,6 @@ class ForwardPass:
                     cos,
                     sin,
                     plan,
-                    tuple(
-                        _Offset(next(brought), next(brought), next(brought), correction.scale)
-                        for correction in corrections
-                    ),
                 )
             )
         return tensors, actives
@@ -268,15 +248,6 @@ class ForwardPass:
     ) -> Tensor:
         """The rest of a layer behind its projections."""
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
-        for offset in active.offsets:
-            for cache, fresh in ((k_cache, k), (v_cache, v)):
-                add_shared_offset(
-                    cache,
-                    fresh.index_select(0, offset.places),
-                    offset.fresh_slots,
-                    offset.other_slots,
-                    offset.scale,
-                )
         self._kernels.store_kv(k_cache, v_cache, active.slots, k, v)
         counted = received if layer % self._influence_layer_stride == 0 else None
         attended = self._attention.run(active.plan, q, k_cache, v_cache, counted)

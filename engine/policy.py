@@ -39,8 +39,6 @@ class Selection:
 
     num_first: int = 0  # EPIC: the tokens that start a segment
     num_last: int = 0  # RelayCaching: the suffix
-    first_share: float = 0.0  # the share of the segment that starts it, rounded up
-    stride: int = 0  # every n-th token, from the n-th on; 0: none
     deviation: Deviation = Deviation.NONE
     deviation_share: float | None = None  # the top share of the segment by deviation
     deviation_factor: float | None = None  # at least this many times the segment's mean
@@ -58,9 +56,6 @@ class Policy:
     relays: bool
     bands: Bands | None = None
     selection: Selection = Selection()
-    # At every layer that computes some of a segment's tokens, their mean deviation times this is
-    # added to the tokens that stay as they were relayed. 0: they stay exactly so.
-    shared_offset: float = 0.0
 
     def relay_cost(self, num_layers: int) -> float:
         """Expected layer-tokens computed per relayed token, as a share of a full prefill."""

@@ -44,9 +44,6 @@ def select_tokens(
     """
     chosen = set(range(min(selection.num_first, num_tokens)))
     chosen.update(range(max(num_tokens - selection.num_last, 0), num_tokens))
-    chosen.update(range(math.ceil(selection.first_share * num_tokens)))
-    if selection.stride:
-        chosen.update(range(selection.stride - 1, num_tokens, selection.stride))
     if deviation is not None:
         chosen.update(_by_deviation(selection, deviation))
     if influence is not None and selection.influence_factor is not None:

@@ -88,37 +88,6 @@ def phase_arrays(batch: ForwardBatch, phase: RowPhase) -> Sequence[NDArray[Any]]
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedOffset:
-    """A span of which a phase computes some tokens, which correct the others."""
-
-    places: IntArray  # of the tokens computed, among the phase's rows
-    fresh_slots: IntArray  # theirs
-    other_slots: IntArray
-    scale: float
-
-    @property
-    def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
-        return self.places, self.fresh_slots, self.other_slots
-
-
-def shared_offsets(batch: ForwardBatch, rows: IntArray) -> list[SharedOffset]:
-    """The corrections that a set of active rows makes."""
-    offsets = []
-    for span in batch.offset_spans:
-        first, last = np.searchsorted(rows, (span.start, span.stop))
-        all_fresh = batch.slots[rows[first:last]]
-        other_slots = np.setdiff1d(span.slots, all_fresh, assume_unique=True)
-        head = np.isin(all_fresh, span.slots[:16], assume_unique=True)
-        first += int(head.sum())
-        fresh_slots = all_fresh[~head]
-        if fresh_slots.size and other_slots.size:
-            offsets.append(
-                SharedOffset(np.arange(first, last), fresh_slots, other_slots, span.scale)
-            )
-    return offsets
-
-
 def _change(batch: ForwardBatch, layer: int) -> bool:
     return bool(((batch.enter == layer) | (batch.leave == layer)).any())
 

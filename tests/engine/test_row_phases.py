@@ -26,7 +26,6 @@ def _batch(enter: list[int], leave: list[int], *spans: SpanRows) -> ForwardBatch
         unknown_request_ids=(),
         spans=spans,
         static_selections=(),
-        offset_spans=(),
         block_indptr=np.array([0, 1]),
         block_ids=np.array([0]),
         counts_influence=(False,),
