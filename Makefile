@@ -60,7 +60,7 @@ check: setup links  ## lint, formatting and types
 	$(BIN)/mypy $(PACKAGES:%=-p relaykv.%)
 	@set -e; for folder in $(SCRIPT_FOLDERS); do \
 		echo "mypy $$folder"; \
-		MYPYPATH="$$folder:tests/clients:benchmarks:tests/server:tests/engine" \
+		MYPYPATH="$$folder:tests/clients:benchmarks:tests/server:tests/engine:tests/kernels" \
 			$(BIN)/mypy $$folder*.py; \
 	done
 

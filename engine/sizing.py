@@ -28,15 +28,23 @@ _STEP_TOKENS_ON_GPU = 8192
 def choose_cache(options: EngineOptions, model: DecoderModel, config: DeviceConfig) -> CacheConfig:
     """As many blocks as the memory for KV holds: given, or found out.
 
+    On a GPU the largest step is run in any case: it also compiles what the first steps need.
+
     Raises:
-        ValueError: not even two blocks.
+        ValueError: not even two blocks, or more is given than a GPU has left.
     """
     num_bytes = options.kv_memory_bytes
-    if num_bytes is None and model.device.type == "cuda":
+    if model.device.type == "cuda":
         memory = CudaMemory(model.device)
-        num_bytes = kv_memory_bytes(
+        found = kv_memory_bytes(
             memory, options.gpu_memory_share, lambda: run_largest_step(options, model, config)
         )
+        if num_bytes is not None and num_bytes > found:
+            raise ValueError(
+                f"{num_bytes} bytes of KV memory are more than the {found} that "
+                f"{options.gpu_memory_share:.0%} of the device's memory leave beside the model"
+            )
+        num_bytes = num_bytes or found
     elif num_bytes is None:
         available = psutil.virtual_memory().available
         num_bytes = min(int(available * _KV_MEMORY_SHARE), _MAX_DEFAULT_KV_BYTES)

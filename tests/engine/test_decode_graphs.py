@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ class Recorder:
         return replay
 
 
-def _core(recorder: Recorder | None, **device: int) -> EngineCore:
+def _core(recorder: Recorder | None, **device: Any) -> EngineCore:
     parts = tiny_parts()
     config = parts.model.config
     sizes = (1, 2, 4) if recorder else ()

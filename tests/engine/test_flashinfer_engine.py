@@ -19,7 +19,7 @@ from handoff_run import Limits, read, write
 from tiny_core import Result
 
 from relaykv.engine.assembly import EngineParts, build_core, prepare
-from relaykv.engine.config import DeviceConfig, SchedulerConfig
+from relaykv.engine.config import SchedulerConfig
 from relaykv.engine.core import EngineCore
 from relaykv.engine.handoff import shipped_handoffs
 from relaykv.engine.options import EngineOptions
@@ -40,16 +40,12 @@ def _flashinfer() -> None:
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed: make setup-kernels")
 
 
-def _parts(dtype: str, **device: bool | tuple[int, ...]) -> EngineParts:
+def _parts(dtype: str) -> EngineParts:
     options = EngineOptions(dtype=dtype, device="cpu", kv_memory_bytes=1 << 30)
     parts = prepare(options)
     # Logits of 16 and more are 0.125 apart in bf16: in fp32, only ties are ties.
     parts.model._head = parts.model._head.float()
-    return replace(
-        parts,
-        scheduler=SchedulerConfig(2048, 32, 2048),
-        device=DeviceConfig(**device),  # type: ignore[arg-type]
-    )
+    return replace(parts, scheduler=SchedulerConfig(2048, 32, 2048))
 
 
 def _attention(parts: EngineParts, stock_module: bool = False) -> FlashInferAttention:
