@@ -91,7 +91,7 @@ class ScheduledBatch:
 class RecomputeCount:
     """What repairing the relayed spans of one request took in one step."""
 
-    num_tokens: Mapping[int, int]  # by span start: tokens computed again up to `stop`
+    offsets: Mapping[int, tuple[int, ...]]  # by span start: which of its tokens, sorted
     num_layer_tokens: int  # rows of relayed tokens over all layers
 
 

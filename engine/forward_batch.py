@@ -33,7 +33,7 @@ class StaticSelection:
 
     request_id: str
     span_start: int
-    num_selected: int
+    offsets: tuple[int, ...]  # in the span, sorted
     num_layers: int  # at which each of them is active
 
 
@@ -168,7 +168,7 @@ class ForwardBatchBuilder:
             positions = [start + offset for offset in chosen]
             self._add_rows(index, request, positions, bands.inject, bands.stop + 1, True)
             num_layers = bands.stop + 1 - bands.inject
-            selection = StaticSelection(request.request_id, start, len(chosen), num_layers)
+            selection = StaticSelection(request.request_id, start, tuple(chosen), num_layers)
             self._static.append(selection)
             return
         first_row = len(self._token_ids)

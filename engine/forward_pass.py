@@ -102,8 +102,8 @@ class ForwardPass:
         """
         counter = RecomputeCounter()
         for static in batch.static_selections:
-            layer_tokens = static.num_selected * static.num_layers
-            counter.add(static.request_id, static.span_start, static.num_selected, layer_tokens)
+            layer_tokens = len(static.offsets) * static.num_layers
+            counter.add(static.request_id, static.span_start, static.offsets, layer_tokens)
         last = self._model.config.num_layers
         wanted = np.array((*batch.sample_rows, *batch.scored_rows), dtype=np.int64)
         before = _NONE if sampled_before is None else sampled_before[1]
@@ -276,7 +276,7 @@ class ForwardPass:
             leave[span.start + np.array(chosen, dtype=np.int64)] = span.bands.stop + 1
             layer_tokens = (span.bands.select - span.bands.inject) * (span.stop - span.start)
             layer_tokens += (span.bands.stop + 1 - span.bands.select) * len(chosen)
-            counter.add(span.request_id, span.span_start, len(chosen), layer_tokens)
+            counter.add(span.request_id, span.span_start, chosen, layer_tokens)
         k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
         for span, rows in zip(spans, fresh_rows, strict=True):
             if span.policy.selection.keep_fresh:

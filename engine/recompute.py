@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from relaykv.engine.batch import RecomputeCount
 from relaykv.engine.policy import Selection
@@ -15,17 +15,25 @@ class RecomputeCounter:
     """Adds up what repairing relayed spans takes in one step, by request."""
 
     def __init__(self) -> None:
-        self._num_tokens: dict[str, dict[int, int]] = defaultdict(dict)
+        self._offsets: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self._num_layer_tokens: dict[str, int] = defaultdict(int)
 
-    def add(self, request_id: str, span_start: int, num_tokens: int, layer_tokens: int) -> None:
-        self._num_tokens[request_id][span_start] = num_tokens
+    def add(
+        self, request_id: str, span_start: int, offsets: Iterable[int], layer_tokens: int
+    ) -> None:
+        """Notes what one span of a request took.
+
+        Args:
+            offsets: in the span, sorted: the tokens computed again.
+            layer_tokens: rows of the span over all layers.
+        """
+        self._offsets[request_id][span_start] = tuple(offsets)
         self._num_layer_tokens[request_id] += layer_tokens
 
     def counts(self) -> dict[str, RecomputeCount]:
         return {
-            request_id: RecomputeCount(num_tokens, self._num_layer_tokens[request_id])
-            for request_id, num_tokens in self._num_tokens.items()
+            request_id: RecomputeCount(offsets, self._num_layer_tokens[request_id])
+            for request_id, offsets in self._offsets.items()
         }
 
 

@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class RunKind(enum.StrEnum):
+    """What happened to a token of the prompt."""
+
+    PREFIX = "prefix"  # exact prefix hit
+    RELAYED = "relayed"  # relayed and left as it is
+    RECOMPUTED = "recomputed"  # relayed, then computed again from the selection layer on
+    COMPUTED = "computed"  # computed in full
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """Where the first token of a run stood in the recording that was read."""
+
+    request_id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """A half-open range of the prompt's tokens of one kind, from one place."""
+
+    kind: RunKind
+    start: int
+    stop: int
+    source: RunSource | None = None  # of RELAYED and RECOMPUTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +61,5 @@ class RelayReport:
     num_computed_tokens: int  # computed in full
     recomputed_share: float = 0.0
     segments: tuple[SegmentReport, ...] = ()  # filled when the request asked to explain
+    runs: tuple[PromptRun, ...] = ()  # likewise; they cover the prompt once, in order
     reason: str | None = None  # why nothing was relayed although a session was named

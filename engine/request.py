@@ -61,7 +61,7 @@ class RelayOptions:
     session: str | None = None
     policy: str | None = None  # None takes the server's default for sessions
     store: bool = True  # whether the finished request becomes a recording
-    explain: bool = False  # whether the report lists the segments one by one
+    explain: bool = False  # whether the report lists segments and runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,15 @@ from relaykv.engine.batch import UNKNOWN_TOKEN, SamplingRow, ScheduledRequest
 from relaykv.engine.block_pool import Block
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import PrefillPlan, SpanKind
+from relaykv.engine.provenance import prompt_runs
 from relaykv.engine.recording import SessionKey
-from relaykv.engine.relay_report import RelayReport, SegmentReport
+from relaykv.engine.relay_report import (
+    PromptRun,
+    RelayReport,
+    RunKind,
+    RunSource,
+    SegmentReport,
+)
 from relaykv.engine.request import FinishReason, GenerateRequest, Usage
 
 
@@ -58,7 +65,8 @@ class Request:
     # What the response reports; of the first admission, a preemption does not change it.
     first_plan: PrefillPlan | None = None
     sources: tuple[SegmentSource, ...] = ()
-    recomputed: dict[int, int] = field(default_factory=dict)  # by span start: tokens of S
+    # Tokens of S, as offsets, by the start of what one step took of a span.
+    recomputed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_relay_layer_tokens: int = 0  # layer-tokens computed for relayed spans
     refusal: str | None = None  # why nothing was relayed
 
@@ -143,7 +151,7 @@ class Request:
         plan = self.first_plan
         cached = 0
         if plan is not None:
-            recomputed = sum(self.recomputed.values())
+            recomputed = sum(map(len, self.recomputed.values()))
             cached = plan.count(SpanKind.PREFIX) + plan.count(SpanKind.RELAY) - recomputed
         return Usage(self.num_prompt_tokens, self.num_output_tokens, cached)
 
@@ -152,11 +160,8 @@ class Request:
         plan = self.first_plan
         prefix = plan.count(SpanKind.PREFIX) if plan else 0
         relayed = plan.count(SpanKind.RELAY) if plan else 0
-        recomputed = sum(self.recomputed.values())
-        segments = tuple(
-            SegmentReport(s.start, s.stop, s.request_id, s.source_start, self._recomputed_in(s))
-            for s in self.sources
-        )
+        recomputed = sum(map(len, self.recomputed.values()))
+        explain = self.spec.relay.explain
         return RelayReport(
             session=self.spec.relay.session,
             policy=self.policy.name,
@@ -165,7 +170,8 @@ class Request:
             num_recomputed_tokens=recomputed,
             num_computed_tokens=self.num_prompt_tokens - prefix - relayed,
             recomputed_share=self.num_relay_layer_tokens / (relayed * num_layers) if relayed else 0,
-            segments=segments if self.spec.relay.explain else (),
+            segments=self._segments() if explain else (),
+            runs=self._runs() if explain else (),
             reason=self.refusal if self.spec.relay.session is not None else None,
         )
 
@@ -173,7 +179,19 @@ class Request:
         known = self.token_ids[start:stop]
         return (*known, *(UNKNOWN_TOKEN,) * (stop - start - len(known)))
 
+    def _segments(self) -> tuple[SegmentReport, ...]:
+        return tuple(
+            SegmentReport(s.start, s.stop, s.request_id, s.source_start, self._recomputed_in(s))
+            for s in self.sources
+        )
+
     def _recomputed_in(self, source: SegmentSource) -> int:
         # A long span is relayed in several chunks, each counted under its own start.
         starts = range(source.start, source.stop)
-        return sum(count for start, count in self.recomputed.items() if start in starts)
+        return sum(len(offsets) for start, offsets in self.recomputed.items() if start in starts)
+
+    def _runs(self) -> tuple[PromptRun, ...]:
+        if self.first_plan is None:
+            return (PromptRun(RunKind.COMPUTED, 0, self.num_prompt_tokens),)
+        sources = [RunSource(s.request_id, s.source_start) for s in self.sources]
+        return prompt_runs(self.first_plan, sources, self.recomputed)

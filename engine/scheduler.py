@@ -144,7 +144,7 @@ class Scheduler:
             count = output.recomputed.get(request.id)
             if count is not None and request.plan is request.first_plan:
                 request.num_relay_layer_tokens += count.num_layer_tokens
-                request.recomputed.update(count.num_tokens)
+                request.recomputed.update(count.offsets)
             token = output.sampled.get(request.id)
             if token is not None:
                 request.plan = None

@@ -35,7 +35,7 @@ class AnswerPlan:
     system_fingerprint: str
     requests: tuple[GenerateRequest, ...]  # one per choice; a prompt's choices follow each other
     include_usage: bool  # in a stream
-    explain: bool  # list the relayed segments
+    explain: bool  # list the relayed segments and the prompt's runs
     tools: ToolUse | None = None  # that the answer may call
     tool_form: ToolForm = ToolForm.GENERIC
 

@@ -6,7 +6,7 @@ import secrets
 
 from pydantic import BaseModel
 
-from relaykv.engine.relay_report import RelayReport
+from relaykv.engine.relay_report import PromptRun, RelayReport, RunKind
 from relaykv.engine.request import FinishReason, Usage
 from relaykv.server.tool_calls import ToolCall
 
@@ -76,6 +76,22 @@ class RelaySegmentBody(BaseModel):
     recomputed_tokens: int
 
 
+class RunSourceBody(BaseModel):
+    """Where the first token of a run stood in the recording that was read."""
+
+    request_id: str
+    start: int
+
+
+class PromptRunBody(BaseModel):
+    """A half-open range of the prompt's tokens to which the same happened."""
+
+    kind: RunKind
+    start: int
+    stop: int
+    source: RunSourceBody | None = None  # of `relayed` and `recomputed` runs only
+
+
 class RelayResult(BaseModel):
     """The `relay` object of an answer."""
 
@@ -85,6 +101,7 @@ class RelayResult(BaseModel):
     recomputed_share: float
     reason: str | None
     segments: list[RelaySegmentBody] = []  # sent when the request asked to explain
+    runs: list[PromptRunBody] = []  # likewise; they cover the prompt once, in order
 
 
 class CalledFunctionBody(BaseModel):
@@ -193,7 +210,7 @@ def usage_body(usage: Usage, num_completion_tokens: int) -> UsageBody:
 
 
 def relay_result(report: RelayReport, explain: bool) -> RelayResult:
-    """The `relay` object of a report, with its segments when asked to explain."""
+    """The `relay` object of a report, with its segments and runs when asked to explain."""
     result = RelayResult(
         policy=report.policy,
         session=report.session,
@@ -217,7 +234,15 @@ def relay_result(report: RelayReport, explain: bool) -> RelayResult:
             )
             for segment in report.segments
         ]
+        result.runs = [_run_body(run) for run in report.runs]
     return result
+
+
+def _run_body(run: PromptRun) -> PromptRunBody:
+    if run.source is None:
+        return PromptRunBody(kind=run.kind, start=run.start, stop=run.stop)
+    source = RunSourceBody(request_id=run.source.request_id, start=run.source.start)
+    return PromptRunBody(kind=run.kind, start=run.start, stop=run.stop, source=source)
 
 
 def tool_call_body(call: ToolCall) -> ToolCallBody:

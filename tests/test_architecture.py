@@ -43,6 +43,7 @@ PURE = {
     "prefill_plan",
     "prefix_cache",
     "profile_plot",
+    "provenance",
     "recompute",
     "recording",
     "relay_profile",

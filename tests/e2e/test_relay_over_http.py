@@ -95,6 +95,29 @@ def _reused(answer: Any) -> int:
     return int(tokens["relayed"] + tokens["recomputed"])
 
 
+def _check_runs(answer: Any, text: Text) -> None:
+    """Runs cover the prompt once and agree with the counts and the segment."""
+    runs = answer["relay"]["runs"]
+    borders = [run["stop"] for run in runs]
+    assert [run["start"] for run in runs] == [0, *borders[:-1]]
+    assert borders[-1] == answer["usage"]["prompt_tokens"]
+    counts = dict.fromkeys(answer["relay"]["tokens"], 0)
+    for run in runs:
+        counts[run["kind"]] += run["stop"] - run["start"]
+    assert counts == answer["relay"]["tokens"]
+    (segment,) = answer["relay"]["segments"]
+    inside = [run for run in runs if "source" in run]
+    assert {run["kind"] for run in inside} == {"relayed", "recomputed"}
+    assert (inside[0]["start"], inside[-1]["stop"]) == (segment["start"], segment["stop"])
+    shift = segment["start"] - segment["source_start"]
+    assert [run["source"] for run in inside] == [
+        {"request_id": text.request_id, "start": run["start"] - shift} for run in inside
+    ]
+    # The policy repairs the last ten tokens of a segment, whatever else.
+    assert inside[-1]["kind"] == "recomputed"
+    assert inside[-1]["stop"] - inside[-1]["start"] >= 10
+
+
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_an_output_inside_a_message_of_any_role_is_relayed(
     server: Server, session: str, role: str
@@ -103,6 +126,7 @@ def test_an_output_inside_a_message_of_any_role_is_relayed(
     answer = server.read(_about(f"Here it is:\n\n{text.text}\n\nThat is all.", role), session)
     assert _reused(answer) >= 0.9 * text.num_tokens
     assert [s["source_request_id"] for s in answer["relay"]["segments"]] == [text.request_id]
+    _check_runs(answer, text)
 
 
 def test_a_stripped_output_is_relayed(server: Server, session: str) -> None:

@@ -168,7 +168,7 @@ class FakeRunner:
         }
         recomputed = {
             part.request_id: RecomputeCount(
-                {span.start: min(3, span.num_tokens) for span in part.relay_spans},
+                {s.start: tuple(range(min(3, s.num_tokens))) for s in part.relay_spans},
                 3 * len(part.relay_spans),
             )
             for part in step.batch.requests

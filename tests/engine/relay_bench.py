@@ -70,7 +70,7 @@ class RelayBench:
         plan = plan_prefill(len(tokens), 0, [s for _, s in sources], 1, lambda _: policy)
         for source, segment in sources:
             self._relay(source, blocks, segment)
-        num_tokens: dict[int, int] = {}
+        offsets: dict[int, tuple[int, ...]] = {}
         num_layer_tokens, start = 0, 0
         logits = torch.empty(0)
         for stop in (*chunks, len(tokens)):
@@ -91,11 +91,11 @@ class RelayBench:
             rows = range(max(num_rows - tail, 0), num_rows) if stop == len(tokens) else ()
             logits, counts = self._forward.run(replace(batch, sample_rows=tuple(rows)))
             if counts:
-                num_tokens.update(counts["r"].num_tokens)
+                offsets.update(counts["r"].offsets)
                 num_layer_tokens += counts["r"].num_layer_tokens
             start = stop
         self._last = blocks
-        return logits, RecomputeCount(num_tokens, num_layer_tokens)
+        return logits, RecomputeCount(offsets, num_layer_tokens)
 
     def relay_only(self, source: tuple[int, ...], segment: Segment) -> tuple[int, ...]:
         """Copies a segment to fresh blocks and computes nothing."""

@@ -88,7 +88,7 @@ def test_behind_the_producers_own_prefix_deviation_selects_nothing(bench: RelayB
     policy = Policy("relay", True, Bands(1, 2, 2), selection)
     spans = [(source, Segment(21, 66, 0, 21))]
     _, counts = bench.prefill(prefix + segment + tail, spans, policy)
-    assert dict(counts.num_tokens) == {21: 0}
+    assert dict(counts.offsets) == {21: ()}
 
 
 def test_recomputing_everything_from_the_embeddings_is_a_full_prefill(bench: RelayBench) -> None:
@@ -140,7 +140,7 @@ def test_two_segments_that_do_not_touch_are_each_put_in_their_place(bench: Relay
     everything = Policy("everything", True, Bands(0, 1, 2), _EVERYTHING)
     logits, counts = bench.prefill(tokens, spans, everything)
     assert torch.allclose(logits, _dense(bench, tokens)[-13:], atol=1e-4)
-    assert dict(counts.num_tokens) == {19: 41, 66: 37}
+    assert dict(counts.offsets) == {19: tuple(range(41)), 66: tuple(range(37))}
 
 
 def test_a_selected_row_sees_the_keys_before_it_and_none_behind_it(bench: RelayBench) -> None:
@@ -154,7 +154,10 @@ def test_a_selected_row_sees_the_keys_before_it_and_none_behind_it(bench: RelayB
     policy = Policy("some", True, Bands(0, 0, 2), Selection(num_first=5, num_last=3))
     logits, counts = bench.prefill(tokens, spans, policy)
     assert torch.allclose(logits, _dense(bench, tokens)[-7:], atol=1e-4)
-    assert dict(counts.num_tokens) == {18: 8, 58: 8}
+    assert dict(counts.offsets) == {
+        18: (0, 1, 2, 3, 4, 32, 33, 34),
+        58: (0, 1, 2, 3, 4, 35, 36, 37),
+    }
     # And what the selected rows wrote is what was there.
     assert torch.allclose(bench.last_kv(0, 96).k, bench.kv(source, 0, 96).k, atol=1e-4)
 
@@ -174,7 +177,33 @@ def test_chunks_give_what_one_step_gives(bench: RelayBench) -> None:
     whole, counts = bench.prefill(tokens, spans, policy)
     parts, chunk_counts = bench.prefill(tokens, spans, policy, chunks=(10, 63, 64, 119))
     assert torch.allclose(parts, whole[-len(parts) :], atol=1e-4)
-    assert dict(chunk_counts.num_tokens) == dict(counts.num_tokens)
+    assert dict(chunk_counts.offsets) == dict(counts.offsets)
+
+
+@pytest.mark.parametrize("chunks", [(), (10, 60, 85)], ids=["whole", "in chunks"])
+@pytest.mark.parametrize(
+    ("bands", "selection"),
+    [
+        (Bands(0, 0, 2), Selection(num_first=9, num_last=2)),
+        (Bands(0, 1, 2), Selection(deviation=Deviation.SQUARED, deviation_share=0.3)),
+        (Bands(1, 2, 2), Selection(deviation=Deviation.COSINE, deviation_factor=1.2)),
+    ],
+    ids=["before the forward", "by share", "by factor"],
+)
+def test_the_tokens_said_to_be_recomputed_are_those_whose_kv_is_no_longer_the_relayed_one(
+    bench: RelayBench, bands: Bands, selection: Selection, chunks: tuple[int, ...]
+) -> None:
+    segment = _ids(36, 70)
+    source = bench.record(_ids(37, 12) + segment)
+    tokens = _ids(38, 23) + segment + _ids(39, 8)
+    spans = [(source, Segment(23, 93, 0, 12))]
+    _, counts = bench.prefill(tokens, spans, Policy("p", True, bands, selection), chunks)
+    relayed, now = bench.copy_of(source, 12, 11, 70), bench.last_kv(23, 93)
+    differs = (now.v[2] != relayed.v[2]).flatten(1).any(1)
+    said = [start + offset for start, offsets in counts.offsets.items() for offset in offsets]
+    assert 0 < len(said) < 70
+    assert said == [23 + offset for offset in differs.nonzero().flatten().tolist()]
+    assert list(counts.offsets) == ([23, 60, 85] if chunks else [23])
 
 
 def test_relayed_hidden_states_and_influence_travel_with_the_kv(bench: RelayBench) -> None:

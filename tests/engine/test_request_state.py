@@ -8,7 +8,7 @@ from engine_factory import make_request
 from relaykv.engine.batch import UNKNOWN_TOKEN
 from relaykv.engine.prefill_plan import plan_prefill
 from relaykv.engine.recording import SessionKey
-from relaykv.engine.relay_report import SegmentReport
+from relaykv.engine.relay_report import PromptRun, RunKind, RunSource, SegmentReport
 from relaykv.engine.request import GrammarKind, GrammarSpec, SamplingParams, Usage
 from relaykv.engine.request_state import Request, SegmentSource
 from relaykv.engine.segment import Segment
@@ -125,14 +125,14 @@ def test_cached_tokens_are_the_prefix_and_what_was_relayed_and_not_recomputed() 
     request = relayed_request()
     assert request.usage().num_cached_tokens == 66
 
-    request.recomputed = {20: 4, 50: 6}
+    request.recomputed = {20: (0, 1, 2, 3), 50: (24, 25, 26, 27, 28, 29)}
 
     assert request.usage().num_cached_tokens == 56
 
 
 def test_the_report_counts_every_token_of_the_prompt_once() -> None:
     request = relayed_request()
-    request.recomputed = {20: 4, 50: 6}
+    request.recomputed = {20: (0, 1, 2, 3), 50: (24, 25, 26, 27, 28, 29)}
     request.num_relay_layer_tokens = 100
 
     report = request.report(num_layers=8)
@@ -142,18 +142,43 @@ def test_the_report_counts_every_token_of_the_prompt_once() -> None:
     assert report.num_recomputed_tokens == 10
     assert report.num_computed_tokens == 34
     assert report.recomputed_share == 100 / (50 * 8)
-    assert (report.session, report.policy, report.segments) == ("s", "relay", ())
+    assert (report.session, report.policy) == ("s", "relay")
+    assert (report.segments, report.runs) == ((), ())
 
 
 def test_segments_are_listed_only_when_asked_for() -> None:
     request = relayed_request(explain=True)
     # The second segment was relayed in two chunks, each counted under its own start.
-    request.recomputed = {20: 4, 50: 6, 64: 1}
+    request.recomputed = {20: (0, 1, 2, 3), 50: (0, 1, 2, 3, 4, 5), 64: (15,)}
 
     assert request.report(8).segments == (
         SegmentReport(20, 40, "w", 5, 4),
         SegmentReport(50, 80, "w", 50, 7),
     )
+
+
+def test_runs_are_listed_only_when_asked_for() -> None:
+    request = relayed_request(explain=True)
+    request.recomputed = {20: (0, 1, 2, 3), 50: (12, 13), 64: (0, 15)}
+
+    assert request.report(8).runs == (
+        PromptRun(RunKind.PREFIX, 0, 16),
+        PromptRun(RunKind.COMPUTED, 16, 20),
+        PromptRun(RunKind.RECOMPUTED, 20, 24, RunSource("w", 5)),
+        PromptRun(RunKind.RELAYED, 24, 40, RunSource("w", 9)),
+        PromptRun(RunKind.COMPUTED, 40, 50),
+        PromptRun(RunKind.RELAYED, 50, 62, RunSource("w", 50)),
+        PromptRun(RunKind.RECOMPUTED, 62, 65, RunSource("w", 62)),
+        PromptRun(RunKind.RELAYED, 65, 79, RunSource("w", 65)),
+        PromptRun(RunKind.RECOMPUTED, 79, 80, RunSource("w", 79)),
+        PromptRun(RunKind.COMPUTED, 80, 100),
+    )
+
+
+def test_the_prompt_of_a_request_that_never_ran_is_one_run() -> None:
+    request = make_request("r", range(10), session="s", explain=True)
+
+    assert request.report(8).runs == (PromptRun(RunKind.COMPUTED, 0, 10),)
 
 
 def test_a_reason_is_given_only_to_requests_of_a_session() -> None:

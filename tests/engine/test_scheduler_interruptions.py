@@ -85,7 +85,7 @@ def test_repair_counts_of_a_later_admission_are_not_added_to_the_first() -> None
     request = engine.add(make_request("r", range(6), session="s", policy="relay"))
     batch = engine.scheduler.schedule()
     request.first_plan = None  # as if this were not the first admission
-    output = ModelRunnerOutput({}, {"r": RecomputeCount({0: 5}, 40)})
+    output = ModelRunnerOutput({}, {"r": RecomputeCount({0: (1, 4)}, 40)})
 
     engine.scheduler.advance(batch)
     engine.scheduler.update(batch, output, ())

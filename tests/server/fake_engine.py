@@ -11,7 +11,13 @@ from typing import Any
 from relaykv.engine.client import EngineStats, ModelCard, RecordingInfo, SessionInfo
 from relaykv.engine.policy import Bands
 from relaykv.engine.relay_profile import BandsSource, ChosenBands
-from relaykv.engine.relay_report import RelayReport, SegmentReport
+from relaykv.engine.relay_report import (
+    PromptRun,
+    RelayReport,
+    RunKind,
+    RunSource,
+    SegmentReport,
+)
 from relaykv.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -193,6 +199,12 @@ def _report(request: GenerateRequest) -> RelayReport:
         num_computed_tokens=num_prompt_tokens - 8,
         recomputed_share=0.25,
         segments=(SegmentReport(2, 8, "chatcmpl-0", 30, 1),),
+        runs=(
+            PromptRun(RunKind.PREFIX, 0, 2),
+            PromptRun(RunKind.RELAYED, 2, 7, RunSource("chatcmpl-0", 30)),
+            PromptRun(RunKind.RECOMPUTED, 7, 8, RunSource("chatcmpl-0", 35)),
+            PromptRun(RunKind.COMPUTED, 8, num_prompt_tokens),
+        ),
     )
 
 

@@ -203,8 +203,24 @@ def test_a_session_brings_the_relay_object(client: AppClient, engine: FakeEngine
                 "recomputed_tokens": 1,
             }
         ],
+        "runs": [
+            {"kind": "prefix", "start": 0, "stop": 2},
+            {
+                "kind": "relayed",
+                "start": 2,
+                "stop": 7,
+                "source": {"request_id": "chatcmpl-0", "start": 30},
+            },
+            {
+                "kind": "recomputed",
+                "start": 7,
+                "stop": 8,
+                "source": {"request_id": "chatcmpl-0", "start": 35},
+            },
+            {"kind": "computed", "start": 8, "stop": answer["usage"]["prompt_tokens"]},
+        ],
     }
-    assert "segments" not in client.chat(relay_session="s1").json()["relay"]
+    assert not {"segments", "runs"} & set(client.chat(relay_session="s1").json()["relay"])
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones(client: AppClient) -> None:
