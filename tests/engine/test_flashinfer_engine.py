@@ -38,6 +38,7 @@ pytestmark = pytest.mark.model
 _POLICIES = ("shift", "epic", "cacheblend", "relay", "full")
 # Below this gap between the two likeliest tokens, rounding may choose either.
 _TIE = 0.05
+_NUM_WIDE = 6  # hand-offs in bfloat16, each read three times
 
 
 @pytest.fixture(autouse=True)
@@ -163,26 +164,34 @@ def test_a_relayed_answer_is_the_one_of_the_torch_backend(dtype: str, policy: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_twenty_handoffs_are_answered_alike_under_every_policy(dtype: str) -> None:
+def test_twenty_handoffs_are_answered_alike_under_every_policy() -> None:
     from flashinfer_stand_in import flashinfer_stand_in
 
-    plain, other, third = _readings(3, dtype, shipped_handoffs()[:20], Limits(64, 24))
-    widest_of_control = 0.0
+    plain, other = _readings(2, "float16", shipped_handoffs()[:20], Limits(64, 24))
     for policy in _POLICIES:
         expected = plain.read(policy)
         with flashinfer_stand_in(), _attending_with(other.core, _attention(other.parts)):
             actual = other.read(policy)
         agreement = Agreement.of(expected, actual)
-        print(f"\n{dtype} {policy}: {agreement}")
-        if dtype == "bfloat16":
-            control = _control(third, policy, expected)
-            widest_of_control = max(widest_of_control, control.widest_gap)
-            print(f"{dtype} {policy}, torch in fp32 instead: {control}")
-        assert agreement.widest_gap < max(_TIE, widest_of_control)
-        assert agreement.num_equal > 0.8 * agreement.num_tokens
+        print(f"\nfloat16 {policy}: {agreement}")
+        assert agreement.widest_gap < _TIE
+        assert agreement.num_equal > 0.9 * agreement.num_tokens
         relayed = [r.relay.num_relayed_tokens + r.relay.num_recomputed_tokens for r in actual]
         assert all(relayed) == (policy != "full")
+
+
+@pytest.mark.slow
+def test_in_bfloat16_answers_part_no_sooner_than_rounding_alone_makes_them() -> None:
+    from flashinfer_stand_in import flashinfer_stand_in
+
+    plain, other, third = _readings(3, "bfloat16", shipped_handoffs()[:_NUM_WIDE], Limits(64, 24))
+    for policy in _POLICIES:
+        expected = plain.read(policy)
+        with flashinfer_stand_in(), _attending_with(other.core, _attention(other.parts)):
+            agreement = Agreement.of(expected, other.read(policy))
+        control = _control(third, policy, expected)
+        print(f"\nbfloat16 {policy}: {agreement}; torch in fp32 instead: {control}")
+        assert agreement.num_equal >= 0.9 * control.num_equal
 
 
 def _control(third: _Reading, policy: str, expected: list[Result]) -> Agreement:
