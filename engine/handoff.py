@@ -3,10 +3,11 @@
 A file of hand-offs is JSON Lines, one object a line:
 
     {"id": "...", "domain": "...", "producers": [{"system": "...", "user": "..."}],
-     "consumer": {"system": "...", "user_template": "... {output_1} ..."}}
+     "consumer": {"system": "...", "user_template": "... {output_1} ..."}, "answer": "..."}
 
 `domain` may be missing. A `system` may be empty: then there is no system message. The template
-holds `{output_1}`, `{output_2}` and so on once each, one for every producer.
+holds `{output_1}`, `{output_2}` and so on once each, one for every producer. `answer`, if there is
+one, is what the consumer is asked for and can know from the producers alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SHIPPED = Path(__file__).parent / "profiles" / "handoffs.jsonl"
+_FOLDER = Path(__file__).parent / "profiles"
 _PLACEHOLDER = re.compile(r"\{output_(\d+)\}")
 
 
@@ -57,11 +58,24 @@ class Handoff:
     domain: str
     producers: tuple[Producer, ...]
     consumer: Consumer
+    answer: str | None = None  # stands in what a producer was asked, not in the consumer's prompt
+
+
+def holds_answer(text: str, answer: str) -> bool:
+    """Whether a text contains an answer: as whole words, whatever its case and spaces."""
+    words = (re.escape(word) for word in answer.split())
+    pattern = r"(?<!\w)" + r"\s+".join(words) + r"(?!\w)"
+    return re.search(pattern, text, re.IGNORECASE) is not None
 
 
 def shipped_handoffs() -> list[Handoff]:
-    """The hand-offs that come with the package."""
-    return read_handoffs(_SHIPPED)
+    """The hand-offs that come with the package, all without an answer."""
+    return read_handoffs(_FOLDER / "handoffs.jsonl")
+
+
+def shipped_questions() -> list[Handoff]:
+    """Further ones that come with the package; each has an answer."""
+    return read_handoffs(_FOLDER / "questions.jsonl")
 
 
 def read_handoffs(path: Path) -> list[Handoff]:
@@ -96,10 +110,14 @@ def read_handoffs(path: Path) -> list[Handoff]:
 
 def _handoff(entry: Any) -> Handoff:
     where = "the line"
-    fields = _object(entry, where, ("id", "producers", "consumer"), ("domain",))
+    fields = _object(entry, where, ("id", "producers", "consumer"), ("domain", "answer"))
     producers = fields["producers"]
     if not isinstance(producers, list) or not producers:
         raise ValueError("producers: a list of at least one is expected")
+    consumer = _consumer(fields["consumer"], len(producers))
+    answer = None if fields.get("answer") is None else _text(fields["answer"], "answer")
+    if answer and holds_answer(f"{consumer.system}\n{consumer.user_template}", answer):
+        raise ValueError("answer: it stands in the consumer's own prompt")
     return Handoff(
         id=_text(fields["id"], "id"),
         domain=_text(fields.get("domain", ""), "domain", may_be_empty=True),
@@ -107,7 +125,8 @@ def _handoff(entry: Any) -> Handoff:
             _producer(producer, f"producer {index}")
             for index, producer in enumerate(producers, start=1)
         ),
-        consumer=_consumer(fields["consumer"], len(producers)),
+        consumer=consumer,
+        answer=answer,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from relaykv.engine.options import EngineOptions
+from relaykv.server.fidelity_command import add_fidelity, run_fidelity
 from relaykv.server.launcher import ListenOptions, LoadedModel, run_server
 from relaykv.server.profile_command import add_profile, run_profile
 from relaykv.server.settings import ServerSettings
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "profile":
             _limit_spinning()
             return run_profile(options)
+        if options.command == "fidelity":
+            _limit_spinning()
+            return run_fidelity(options)
         return _pull_model()
     except KeyboardInterrupt:
         return 130
@@ -43,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     add_profile(commands)
+    add_fidelity(commands)
     model = commands.add_parser("model", help="manage models on this machine")
     actions = model.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("pull", help="download and convert the default model")

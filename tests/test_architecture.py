@@ -30,9 +30,13 @@ PURE = {
     "band_search",
     "batch",
     "block_pool",
+    "bootstrap",
     "client",
     "config",
     "detokenizer",
+    "fidelity_report",
+    "fidelity_scores",
+    "frontier_plot",
     "grammar",
     "handoff",
     "layer_curves",
@@ -58,6 +62,7 @@ PURE = {
 DEVICE = {
     "decode_graphs",
     "device",
+    "forced_pass",
     "forward_batch",
     "forward_pass",
     "kv_cache",
@@ -77,10 +82,18 @@ DEVICE = {
     "sampler",
     "sizing",
 }
-ASSEMBLY = {"assembly", "async_engine", "core", "profiler"}
+ASSEMBLY = {
+    "assembly",
+    "async_engine",
+    "core",
+    "fidelity",
+    "policy_reader",
+    "producers",
+    "profiler",
+}
 
 # The command line: what may import the assembled engine, inside a function only.
-COMMANDS = {"cli", "profile_command"}
+COMMANDS = {"cli", "fidelity_command", "profile_command"}
 
 # What may never be imported, not even inside a function.
 FORBIDDEN = {

@@ -15,11 +15,10 @@ from planted_model import (
 )
 
 from relaykv.engine.band_search import find_bands
-from relaykv.engine.handoff import Consumer, Handoff, Producer
+from relaykv.engine.handoff import Consumer, Handoff, HandoffError, Producer
 from relaykv.engine.layer_curves import LayerCurves, Measurement, mean_curves
 from relaykv.engine.policy import Bands
 from relaykv.engine.profiler import Profiler
-from relaykv.engine.relay_profile import ProfileError
 
 _TOKEN, _LITTLE, _MUCH, _LESS = 0.0, 0.02, 1.0, 0.5
 # The mixing layer is 1. Layers 2 and 3 read too little of what it wrote to be below 0.99; up to
@@ -144,5 +143,5 @@ def test_a_handoff_too_long_for_the_model_is_refused_by_its_id() -> None:
         replace(planted_handoffs(1)[0], id="long", consumer=Consumer("x" * 1000, "{output_1}"))
     ]
 
-    with pytest.raises(ProfileError, match="hand-off 'long' may need 1099 tokens"):
+    with pytest.raises(HandoffError, match="hand-off 'long' may need 1099 tokens"):
         Profiler(parts, prompt, handoffs, 64)

@@ -35,7 +35,8 @@ from relaykv.engine.relay_profile import (
 from relaykv.server import profile_command
 from relaykv.server.chat_template import HuggingFaceTemplate
 from relaykv.server.cli import build_parser, main
-from relaykv.server.profile_command import make_report, prompt_of
+from relaykv.server.model_command import prompt_of
+from relaykv.server.profile_command import make_report
 
 _NUM_LAYERS = 8
 _READINGS = [Reading(0.0), *[Reading(1.0)] * 3, *[Reading(0.4)] * 4]
