@@ -335,3 +335,10 @@ def _text_files() -> list[Path]:
         for path in paths
         if path.is_file() and path.suffix in suffixes and "out" not in path.parts
     )
+
+
+def test_no_two_modules_of_tests_and_benchmarks_share_a_name() -> None:
+    # They are imported by their bare names; conftest is the exception that pytest makes.
+    paths = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    names = [path.stem for path in paths if path.stem != "conftest"]
+    assert not sorted({name for name in names if names.count(name) > 1})
