@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fidelity import run
 from pipelines import Pipeline, Task, load_pipelines
 
 from relaykv.engine.assembly import build_core, prepare
 from relaykv.engine.options import EngineOptions
-from relaykv.engine.request import GenerateRequest, SamplingParams
+from relaykv.engine.producers import serve
+from relaykv.engine.request import GenerateRequest, RequestOutput, SamplingParams
 from relaykv.server.chat_template import HuggingFaceTemplate
 
 _FOLDER = Path(__file__).parent
@@ -67,12 +67,12 @@ class Producers:
                 if (pipeline.id, task.id) not in best or not best[pipeline.id, task.id].is_usable
             }
             print(f"try {attempt + 1}: {len(requests)} outputs", file=sys.stderr)
-            written = run(self._core, list(requests.values()))
+            written = serve(self._core, list(requests.values()))
             for pipeline in pipelines:
                 for task in pipeline.tasks:
                     key = (pipeline.id, task.id)
                     if key in requests:
-                        result = _try(task, *written[requests[key].request_id])
+                        result = _try(task, written[requests[key].request_id])
                         best[key] = max(best.get(key, result), result, key=lambda t: t.rank)
         return {p.id: {task.id: best[p.id, task.id].text for task in p.tasks} for p in pipelines}
 
@@ -98,9 +98,10 @@ def sampling(index: int, attempt: int) -> SamplingParams:
     )
 
 
-def _try(task: Task, text: str, token_ids: Sequence[int]) -> Try:
-    text = text.strip()
-    return Try(text, len(token_ids), task.answer is None or task.answer in text)
+def _try(task: Task, outputs: Sequence[RequestOutput]) -> Try:
+    text = "".join(output.text for output in outputs).strip()
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    return Try(text, num_tokens, task.answer is None or task.answer in text)
 
 
 def main() -> int:

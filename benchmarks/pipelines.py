@@ -1,6 +1,6 @@
 """Recurring pipelines: one producer and one consumer that hand on many different tasks.
 
-Unlike `handoffs.json`, where every hand-off is another pair of roles, a pipeline's roles and
+Unlike `handoffs.jsonl`, where every hand-off is another pair of roles, a pipeline's roles and
 templates stay the same from task to task, as an agent program's do. So what a policy learns on
 some tasks of a pipeline can be tested on its other tasks. Some pipelines carry a fact that the
 consumer can read only in the producer's output: their tasks have a question and its exact answer.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,13 @@ def markdown(report: FidelityReport) -> str:
     return f"{_title(report)}\n\n{table}\n\n{_legend(report)}\n"
 
 
-def write_json(report: FidelityReport, path: Path) -> None:
-    """Writes everything, in one step; makes the folder.
-
-    Nothing in it depends on the time or the machine's name.
+def write_json(report: Mapping[str, Any], path: Path) -> None:
+    """Writes a report's fields, numbers rounded, in one step; makes the folder.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps(_rounded(asdict(report)), indent=1) + "\n"
+    text = json.dumps(_rounded(report), indent=1) + "\n"
     write_text(text, path)
 
 
@@ -162,7 +160,7 @@ def _legend(report: FidelityReport) -> str:
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_NUM_DIGITS}g}")
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]

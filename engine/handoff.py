@@ -14,13 +14,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-_FOLDER = Path(__file__).parent / "profiles"
+SHIPPED = Path(__file__).parent / "profiles"  # hand-offs among them
 _PLACEHOLDER = re.compile(r"\{output_(\d+)\}")
+
+
+class _Entry(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Entry)
 
 
 class HandoffError(ValueError):
@@ -70,12 +78,12 @@ def holds_answer(text: str, answer: str) -> bool:
 
 def shipped_handoffs() -> list[Handoff]:
     """The hand-offs that come with the package, all without an answer."""
-    return read_handoffs(_FOLDER / "handoffs.jsonl")
+    return read_handoffs(SHIPPED / "handoffs.jsonl")
 
 
 def shipped_questions() -> list[Handoff]:
     """Further ones that come with the package; each has an answer."""
-    return read_handoffs(_FOLDER / "questions.jsonl")
+    return read_handoffs(SHIPPED / "questions.jsonl")
 
 
 def read_handoffs(path: Path) -> list[Handoff]:
@@ -84,73 +92,50 @@ def read_handoffs(path: Path) -> list[Handoff]:
     Raises:
         HandoffError: the file cannot be read, has no hand-offs, or a line is not one.
     """
+    return read_lines(path, parse_handoff)
+
+
+def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
+    """Reads JSON Lines whose entries have an id; empty lines are skipped.
+
+    Args:
+        parse: makes an entry of a line's value, or raises ValueError.
+
+    Raises:
+        HandoffError: the file cannot be read, is empty, or a line is refused.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HandoffError(f"cannot read {path}: {error}") from error
-    handoffs: list[Handoff] = []
+    entries: list[T] = []
     lines_of_ids: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            handoff = _handoff(json.loads(line))
+            entry = parse(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise HandoffError(f"{path}, line {number}: {error}") from error
-        first = lines_of_ids.setdefault(handoff.id, number)
+        first = lines_of_ids.setdefault(entry.id, number)
         if first != number:
             raise HandoffError(
-                f"{path}, line {number}: the id '{handoff.id}' stands in line {first} already"
+                f"{path}, line {number}: the id '{entry.id}' stands in line {first} already"
             )
-        handoffs.append(handoff)
-    if not handoffs:
+        entries.append(entry)
+    if not entries:
         raise HandoffError(f"{path} holds no hand-offs")
-    return handoffs
+    return entries
 
 
-def _handoff(entry: Any) -> Handoff:
-    where = "the line"
-    fields = _object(entry, where, ("id", "producers", "consumer"), ("domain", "answer"))
-    producers = fields["producers"]
-    if not isinstance(producers, list) or not producers:
-        raise ValueError("producers: a list of at least one is expected")
-    consumer = _consumer(fields["consumer"], len(producers))
-    answer = None if fields.get("answer") is None else _text(fields["answer"], "answer")
-    if answer and holds_answer(f"{consumer.system}\n{consumer.user_template}", answer):
-        raise ValueError("answer: it stands in the consumer's own prompt")
-    return Handoff(
-        id=_text(fields["id"], "id"),
-        domain=_text(fields.get("domain", ""), "domain", may_be_empty=True),
-        producers=tuple(
-            _producer(producer, f"producer {index}")
-            for index, producer in enumerate(producers, start=1)
-        ),
-        consumer=consumer,
-        answer=answer,
-    )
-
-
-def _producer(entry: Any, where: str) -> Producer:
-    fields = _object(entry, where, ("system", "user"))
-    return Producer(
-        system=_text(fields["system"], f"{where}: system", may_be_empty=True),
-        user=_text(fields["user"], f"{where}: user"),
-    )
-
-
-def _consumer(entry: Any, num_outputs: int) -> Consumer:
-    fields = _object(entry, "consumer", ("system", "user_template"))
-    template = _text(fields["user_template"], "consumer: user_template")
-    found = sorted(int(number) for number in _PLACEHOLDER.findall(template))
-    if found != list(range(1, num_outputs + 1)):
-        expected = ", ".join(f"{{output_{i}}}" for i in range(1, num_outputs + 1))
-        raise ValueError(f"consumer: user_template: {expected} must stand in it, each once")
-    return Consumer(_text(fields["system"], "consumer: system", may_be_empty=True), template)
-
-
-def _object(
+def json_object(
     entry: Any, where: str, names: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, Any]:
+    """An object with exactly these fields.
+
+    Raises:
+        ValueError: it is none; the message says where and why.
+    """
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: an object is expected")
     missing = [name for name in names if name not in entry]
@@ -162,9 +147,59 @@ def _object(
     return entry
 
 
-def _text(value: Any, where: str, may_be_empty: bool = False) -> str:
+def json_text(value: Any, where: str, may_be_empty: bool = False) -> str:
+    """A text.
+
+    Raises:
+        ValueError: it is none; the message says where and why.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{where}: text is expected")
     if not may_be_empty and not value.strip():
         raise ValueError(f"{where}: the text is empty")
     return value
+
+
+def parse_handoff(entry: Any) -> Handoff:
+    """A hand-off of the value of a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    where = "the line"
+    fields = json_object(entry, where, ("id", "producers", "consumer"), ("domain", "answer"))
+    producers = fields["producers"]
+    if not isinstance(producers, list) or not producers:
+        raise ValueError("producers: a list of at least one is expected")
+    consumer = _consumer(fields["consumer"], len(producers))
+    answer = None if fields.get("answer") is None else json_text(fields["answer"], "answer")
+    if answer and holds_answer(f"{consumer.system}\n{consumer.user_template}", answer):
+        raise ValueError("answer: it stands in the consumer's own prompt")
+    return Handoff(
+        id=json_text(fields["id"], "id"),
+        domain=json_text(fields.get("domain", ""), "domain", may_be_empty=True),
+        producers=tuple(
+            _producer(producer, f"producer {index}")
+            for index, producer in enumerate(producers, start=1)
+        ),
+        consumer=consumer,
+        answer=answer,
+    )
+
+
+def _producer(entry: Any, where: str) -> Producer:
+    fields = json_object(entry, where, ("system", "user"))
+    return Producer(
+        system=json_text(fields["system"], f"{where}: system", may_be_empty=True),
+        user=json_text(fields["user"], f"{where}: user"),
+    )
+
+
+def _consumer(entry: Any, num_outputs: int) -> Consumer:
+    fields = json_object(entry, "consumer", ("system", "user_template"))
+    template = json_text(fields["user_template"], "consumer: user_template")
+    found = sorted(int(number) for number in _PLACEHOLDER.findall(template))
+    if found != list(range(1, num_outputs + 1)):
+        expected = ", ".join(f"{{output_{i}}}" for i in range(1, num_outputs + 1))
+        raise ValueError(f"consumer: user_template: {expected} must stand in it, each once")
+    return Consumer(json_text(fields["system"], "consumer: system", may_be_empty=True), template)

@@ -21,7 +21,7 @@ from relaykv.engine.request import GenerateRequest, RelayOptions, RequestOutput,
 _GROUP_HANDOFFS = 4
 _GROUP_TOKENS = 16_384
 # A text may become more tokens when it is read than it had when it was written.
-_READ_MORE = 1.5
+READ_MORE = 1.5
 
 Prompt = Callable[[str, str], Sequence[int]]  # of a system text, perhaps empty, and a user text
 Progress = Callable[[float], None]  # is told of further work done
@@ -147,7 +147,7 @@ def serve(
 def _prepare(prompt: Prompt, handoff: Handoff, lengths: Lengths, readers: int) -> HandoffPrompts:
     producers = tuple(tuple(prompt(p.system, p.user)) for p in handoff.producers)
     nothing = handoff.consumer.user([""] * len(producers))
-    read = math.ceil(_READ_MORE * lengths.producer) * len(producers)
+    read = math.ceil(READ_MORE * lengths.producer) * len(producers)
     consumer = len(prompt(handoff.consumer.system, nothing)) + read + lengths.consumer
     written = [len(ids) + lengths.producer for ids in producers]
     return HandoffPrompts(

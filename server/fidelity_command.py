@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 from pathlib import Path
 
-from relaykv.engine.fidelity_report import (
-    FidelityReport,
-    Subject,
-    full_answers,
-    markdown,
-    write_json,
-    write_text,
-)
-from relaykv.engine.fidelity_scores import summarise
-from relaykv.engine.frontier_plot import draw_frontier
-from relaykv.engine.handoff import (
-    Handoff,
-    HandoffError,
-    read_handoffs,
-    shipped_handoffs,
-    shipped_questions,
-)
+from relaykv.engine.fidelity_report import write_json, write_text
 from relaykv.engine.policy import Bands
 from relaykv.engine.profile_plot import can_draw
-from relaykv.server.chat_template import HuggingFaceTemplate
-from relaykv.server.model_command import (
-    add_model_arguments,
-    at_least,
-    engine_options,
-    prompt_of,
-    say,
-    with_progress,
-)
+from relaykv.server.fidelity_run import FidelityTest, run_test
+from relaykv.server.model_command import add_model_arguments, at_least, say
 
 _MIN_TOKENS = 48  # shorter texts are hardly ever relayed
-_FEW_HANDOFFS = 8
+_FEW_CASES = 8
 _DESCRIPTION = """
 Lets agents hand text on and reads it under several relay policies. For each policy: the share of
 the relayed text's layer-tokens that it computes, how far next-token distributions drift from those
@@ -53,6 +29,14 @@ def add_fidelity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "fidelity", help="compare relay policies with a full prefill", description=_DESCRIPTION
     )
     add_model_arguments(fidelity)
+    fidelity.add_argument(
+        "--test",
+        choices=[test.value for test in FidelityTest],
+        default=FidelityTest.HANDOFFS.value,
+        help="handoffs: what policies compute and how far answers drift; chain: how that grows "
+        "over six hops; judge: whether the same of four candidates is chosen; flip: whether a role "
+        "that is turned round turns the answer (default: %(default)s)",
+    )
     fidelity.add_argument(
         "--policies",
         type=_names,
@@ -93,7 +77,7 @@ def add_fidelity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="DIR",
         default=Path("fidelity"),
-        help="where handoffs.json, handoffs.md and handoffs.png go (default: %(default)s)",
+        help="where TEST.json, TEST.md and TEST.png go (default: %(default)s)",
     )
 
 
@@ -111,77 +95,17 @@ def run_fidelity(options: argparse.Namespace) -> int:
 
 
 def _fidelity(options: argparse.Namespace) -> None:
-    if options.answer_tokens > options.greedy_tokens:
-        raise ValueError("--answer-tokens cannot be more than --greedy-tokens")
-    handoffs = _handoffs(options)
-    report = _measure(options, handoffs)
-    if report.num_relayed < _FEW_HANDOFFS:
-        say(f"{report.num_relayed} hand-offs are few: do not trust these intervals")
-    text = markdown(report)
-    output: Path = options.output / "handoffs.json"
-    write_json(report, output)
-    write_text(text, output.with_suffix(".md"))
-    if can_draw():
-        draw_frontier(report, output.with_suffix(".png"))
-    print(text)
+    outcome = run_test(options)
+    if outcome.num_cases < _FEW_CASES:
+        say(f"{outcome.num_cases} cases are few: do not trust these intervals")
+    output: Path = options.output / f"{options.test}.json"
+    write_json(outcome.content, output)
+    write_text(outcome.text, output.with_suffix(".md"))
+    print(outcome.text)
     print(f"scores  {output}")
-    if can_draw():
+    if outcome.draw is not None and can_draw():
+        outcome.draw(output.with_suffix(".png"))
         print(f"picture {output.with_suffix('.png')}")
-
-
-def _handoffs(options: argparse.Namespace) -> list[Handoff]:
-    if options.handoffs is not None:
-        handoffs = read_handoffs(options.handoffs)
-    else:
-        handoffs = [*shipped_handoffs(), *shipped_questions()]
-    return handoffs[: options.limit]
-
-
-def _measure(options: argparse.Namespace, handoffs: list[Handoff]) -> FidelityReport:
-    # Imported here: --help never needs torch.
-    from relaykv.engine.assembly import prepare
-    from relaykv.engine.fidelity import Fidelity, FidelityLengths, choose_policies
-
-    parts = prepare(engine_options(options))
-    parts, policies = choose_policies(parts, options.policies, options.bands)
-    prompt = prompt_of(HuggingFaceTemplate.from_folder(parts.folder), parts.tokenizer)
-    lengths = FidelityLengths(options.tokens, options.answer_tokens, options.greedy_tokens)
-    fidelity = Fidelity(parts, prompt, handoffs, policies, lengths)
-    results = with_progress(fidelity.measure, f"reading {parts.card.name}", len(handoffs))
-    scores = [score for result in results for score in result.scores]
-    if not scores:
-        raise HandoffError(
-            "no text came back long enough in a consumer's prompt to be relayed: "
-            "the model writes too little, or other tokens than its text is read as"
-        )
-    dtype = str(parts.model.dtype).removeprefix("torch.")
-    subject = Subject(
-        parts.card.name, parts.relay_bands.fingerprint, dtype, _command(options, policies)
-    )
-    return FidelityReport(
-        subject=subject,
-        num_handoffs=len(handoffs),
-        num_compared=options.answer_tokens,
-        num_greedy=options.greedy_tokens,
-        full=full_answers([result.right for result in results]),
-        summaries=tuple(summarise(scores)),
-        scores=tuple(scores),
-    )
-
-
-def _command(options: argparse.Namespace, policies: list[str]) -> str:
-    """The command line without what does not change the scores."""
-    words = ["relaykv", "fidelity", "--model", options.model]
-    if options.handoffs is not None:
-        words += ["--handoffs", options.handoffs.name]
-    if options.limit is not None:
-        words += ["--limit", str(options.limit)]
-    words += ["--policies", ",".join(name for name in policies if " " not in name)]
-    for bands in options.bands:
-        words += ["--bands", f"{bands.inject},{bands.select},{bands.stop}"]
-    words += ["--tokens", str(options.tokens), "--answer-tokens", str(options.answer_tokens)]
-    words += ["--greedy-tokens", str(options.greedy_tokens)]
-    return shlex.join([*words, "--device", options.device, "--dtype", options.dtype])
 
 
 def _names(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from relaykv.engine.options import EngineOptions
 from relaykv.server.chat_template import ChatTemplate
 
-_BAR = "{l_bar}{bar}| {n:.1f} of {total} hand-offs [{elapsed}, {remaining} left]"
+_BAR = "{l_bar}{bar}| {n:.1f} of {total} {unit} [{elapsed}, {remaining} left]"
 
 T = TypeVar("T")
 
@@ -91,12 +91,16 @@ def prompt_of(template: ChatTemplate, tokenizer: Encoder) -> Callable[[str, str]
 
 
 def with_progress(
-    measure: Callable[[Callable[[float], None]], Iterator[T]], title: str, total: int
+    measure: Callable[[Callable[[float], None]], Iterator[T]],
+    title: str,
+    total: int,
+    unit: str = "hand-offs",
 ) -> list[T]:
-    """Runs to the end, with a bar that counts hand-offs."""
+    """Runs to the end, with a bar that counts what `measure` tells of."""
     # Closed also when the user interrupts: the bar must not swallow what is printed next.
     # The time left is judged by the whole run so far: decoding and reading take turns.
-    with tqdm(total=total, desc=title, bar_format=_BAR, smoothing=0, mininterval=0.5) as bar:
+    style = {"bar_format": _BAR, "smoothing": 0, "mininterval": 0.5}
+    with tqdm(total=total, desc=title, unit=unit, **style) as bar:
         # Parts of hand-offs add up to a little more than all of them.
         return list(measure(lambda step: bar.update(min(step, total - bar.n))))
 

@@ -31,9 +31,14 @@ PURE = {
     "batch",
     "block_pool",
     "bootstrap",
+    "chain",
+    "chain_report",
+    "choice_report",
+    "choice_trial",
     "client",
     "config",
     "detokenizer",
+    "drift_plot",
     "fidelity_report",
     "fidelity_scores",
     "frontier_plot",
@@ -85,6 +90,8 @@ DEVICE = {
 ASSEMBLY = {
     "assembly",
     "async_engine",
+    "chain_fidelity",
+    "choice_fidelity",
     "core",
     "fidelity",
     "policy_reader",
@@ -93,7 +100,7 @@ ASSEMBLY = {
 }
 
 # The command line: what may import the assembled engine, inside a function only.
-COMMANDS = {"cli", "fidelity_command", "profile_command"}
+COMMANDS = {"cli", "fidelity_run", "profile_command"}
 
 # What may never be imported, not even inside a function.
 FORBIDDEN = {

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_model import Reading, planted_handoffs, planted_model, planted_parts, prompt
+from planted_model import planted_handoffs, prompt
+from readable_model import readable_parts
 
 from relaykv.engine.assembly import EngineParts, prepare
 from relaykv.engine.fidelity import (
@@ -27,16 +28,15 @@ from relaykv.engine.producers import Lengths, Producers
 from relaykv.server.chat_template import HuggingFaceTemplate
 from relaykv.server.model_command import prompt_of
 
-_READINGS = [Reading(0.0), *[Reading(1.0)] * 3, *[Reading(0.4)] * 4]
 _ALL = Policy(
-    "all", True, Bands(0, 0, 7), Selection(deviation=Deviation.COSINE, deviation_share=1.0)
+    "all", True, Bands(0, 0, 2), Selection(deviation=Deviation.COSINE, deviation_share=1.0)
 )
 _LENGTHS = FidelityLengths(producer=64, compared=8, greedy=12)
 _HANDOFFS = Path(__file__).parents[2] / "benchmarks" / "handoffs.jsonl"
 
 
 def random_parts() -> EngineParts:
-    parts = planted_parts(planted_model(_READINGS, mixing_layer=0))
+    parts = readable_parts()
     return replace(parts, policies={**parts.policies, "all": _ALL})
 
 
@@ -62,7 +62,7 @@ def test_every_handoff_is_scored_under_every_policy() -> None:
         assert result.right is None
         shift, epic, relay, everything = result.scores
         assert shift.computed_share == 0.0
-        assert shift.kl > 0.0
+        assert shift.kl > 1e-4
         # 16 of the 63 or twice 63 tokens that have KV, at every layer.
         assert epic.computed_share == pytest.approx(16 / 63)
         assert 0.0 < relay.computed_share < 1.0
@@ -129,11 +129,11 @@ def test_all_policies_that_relay_are_compared_unless_some_are_named() -> None:
 
 
 def test_further_bands_become_policies_of_their_own() -> None:
-    chosen, names = choose_policies(random_parts(), ["shift"], [Bands(2, 3, 5), Bands(0, 1, 7)])
+    chosen, names = choose_policies(random_parts(), ["shift"], [Bands(1, 1, 2), Bands(0, 1, 2)])
 
-    assert names == ["shift", "relay 2,3,5", "relay 0,1,7"]
-    assert chosen.policies["relay 2,3,5"].bands == Bands(2, 3, 5)
-    assert chosen.hidden_layer == 2
+    assert names == ["shift", "relay 1,1,2", "relay 0,1,2"]
+    assert chosen.policies["relay 1,1,2"].bands == Bands(1, 1, 2)
+    assert chosen.hidden_layer == 1
     results = list(
         Fidelity(chosen, prompt, planted_handoffs(1), names, _LENGTHS).measure(lambda _: None)
     )
@@ -145,8 +145,8 @@ def test_further_bands_become_policies_of_their_own() -> None:
     [
         (["full"], [], "no policy to compare"),
         (["shift", "magic"], [], "unknown policy 'magic'; known: full, shift"),
-        (["shift"], [Bands(1, 2, 8)], "layer 8 is past"),
-        (["shift"], [Bands(1, 2, 5), Bands(2, 3, 5)], "inject at the layers 1 and 2"),
+        (["shift"], [Bands(1, 2, 3)], "layer 3 is past"),
+        (["shift"], [Bands(1, 2, 2), Bands(2, 2, 2)], "inject at the layers 1 and 2"),
     ],
 )
 def test_policies_that_cannot_be_compared_are_refused(

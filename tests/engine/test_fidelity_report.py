@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,9 +66,9 @@ def test_there_is_no_column_of_answers_where_nothing_was_asked() -> None:
 
 def test_the_file_holds_every_score_and_two_writings_are_equal(tmp_path: Path) -> None:
     path = tmp_path / "new" / "handoffs.json"
-    write_json(report(), path)
+    write_json(asdict(report()), path)
     first = path.read_bytes()
-    write_json(report(), path)
+    write_json(asdict(report()), path)
 
     assert path.read_bytes() == first
     content = json.loads(first)

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from relaykv.engine.handoff import HandoffError, read_handoffs, shipped_handoffs
+from relaykv.engine.handoff import (
+    HandoffError,
+    holds_answer,
+    read_handoffs,
+    shipped_handoffs,
+    shipped_questions,
+)
 
 GOOD: dict[str, Any] = {
     "id": "a",
@@ -48,6 +54,49 @@ def test_the_shipped_handoffs_put_text_before_and_behind_every_output() -> None:
         text = handoff.consumer.user(marks)
         assert len(text[: text.index(marks[0])].split()) >= 10, handoff.id
         assert len(text[text.index(marks[-1]) :].split()) >= 20, handoff.id
+
+
+def test_every_shipped_question_has_an_answer_that_its_producer_alone_is_told() -> None:
+    questions = shipped_questions()
+
+    assert len(questions) >= 12
+    assert not {question.id for question in questions} & {each.id for each in shipped_handoffs()}
+    for question in questions:
+        assert question.answer is not None
+        assert holds_answer(question.producers[0].user, question.answer)
+        assert not holds_answer(question.consumer.user(["..."]), question.answer)
+
+
+def test_an_answer_is_optional_and_must_not_stand_in_the_consumers_prompt(tmp_path: Path) -> None:
+    first, second = read_handoffs(
+        write(tmp_path, changed(answer="berth 11"), changed(id="b", answer=None))
+    )
+    assert (first.answer, second.answer) == ("berth 11", None)
+    in_template = consumer("Read {output_1} at Berth 11.")
+    in_role = {**consumer("Read {output_1}."), "system": "Use berth  11."}
+    for told in (in_template, in_role):
+        with pytest.raises(HandoffError, match="answer: it stands in the consumer's own prompt"):
+            read_handoffs(write(tmp_path, changed(answer="berth 11", consumer=told)))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "held"),
+    [
+        ("It is berth 11.", "berth 11", True),
+        ("It is BERTH\n11, not 4.", "berth 11", True),
+        ("It is berth 115.", "berth 11", False),
+        ("The nitrate is 3.7 milligrams", "3.7", True),
+        ("The nitrate is 13.7 milligrams", "3.7", False),
+        ("The nitrate is 3x7 milligrams", "3.7", False),
+        ("heron-3 failed", "heron-3", True),
+        ("50 %", "50 %", True),
+        ("", "x", False),
+    ],
+)
+def test_an_answer_is_held_as_whole_words_whatever_their_case_and_spaces(
+    text: str, answer: str, held: bool
+) -> None:
+    assert holds_answer(text, answer) is held
 
 
 def test_lines_are_read_in_order_and_empty_ones_are_skipped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`relaykv fidelity` from its arguments to its files, on a model with planted deviations."""
+"""`relaykv fidelity` from its arguments to its files, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from fake_engine import ChatMlTemplate
-from planted_model import Reading, planted_handoffs, planted_model, planted_parts
+from planted_model import planted_handoffs
+from readable_model import readable_parts
 
 from relaykv.engine import assembly, fidelity
 from relaykv.engine.assembly import EngineParts
@@ -22,8 +23,6 @@ from relaykv.engine.options import EngineOptions
 from relaykv.server import fidelity_command
 from relaykv.server.chat_template import HuggingFaceTemplate
 from relaykv.server.cli import build_parser, main
-
-_READINGS = [Reading(0.0), *[Reading(1.0)] * 3, *[Reading(0.4)] * 4]
 
 
 @pytest.fixture
@@ -37,12 +36,12 @@ def handoffs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[EngineOptions]:
-    """What the command has asked the engine for; it gets a planted model."""
+    """What the command has asked the engine for; it gets a tiny random model."""
     options: list[EngineOptions] = []
 
     def prepare(wanted: EngineOptions) -> EngineParts:
         options.append(wanted)
-        return planted_parts(planted_model(_READINGS, mixing_layer=0))
+        return readable_parts()
 
     monkeypatch.setattr(assembly, "prepare", prepare)
     template = classmethod(lambda _class, _folder: ChatMlTemplate())
@@ -59,7 +58,7 @@ def test_scores_a_table_and_a_picture_are_written(
     asked: list[EngineOptions], handoffs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    more = ["--policies", "shift,epic", "--bands", "0,1,7", "--threads", "1"]
+    more = ["--policies", "shift,epic", "--bands", "0,1,2", "--threads", "1"]
 
     assert main(command(handoffs, output, *more)) == 0
 
@@ -69,12 +68,12 @@ def test_scores_a_table_and_a_picture_are_written(
         "fingerprint": "planted",
         "dtype": "float32",
         "command": "relaykv fidelity --model default --handoffs own.jsonl --policies shift,epic "
-        "--bands 0,1,7 --tokens 64 --answer-tokens 8 --greedy-tokens 12 --device auto --dtype auto",
+        "--bands 0,1,2 --tokens 64 --answer-tokens 8 --greedy-tokens 12 --device auto --dtype auto",
     }
     assert [summary["policy"] for summary in content["summaries"]] == [
         "shift",
         "epic",
-        "relay 0,1,7",
+        "relay 0,1,2",
     ]
     assert len(content["scores"]) == 3 * 3
     assert content["full"] == {"num_asked": 0, "num_right": 0}  # no producer wrote the answer
@@ -83,11 +82,77 @@ def test_scores_a_table_and_a_picture_are_written(
     assert table in printed.out
     assert table.count("\n| `") == 4
     assert (output / "handoffs.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 hand-offs are few" in printed.err
+    assert "3 cases are few" in printed.err
     assert "3.0 of 3 hand-offs" in printed.err
     (options,) = asked
     assert (options.deterministic, options.overlap, options.cuda_graphs) == (True, False, False)
     assert options.num_threads == 1
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(
+    ("test", "more", "unit", "picture"),
+    [
+        ("chain", ["--answer-tokens", "8"], "chains", True),
+        ("judge", [], "trials", False),
+        ("flip", [], "trials", False),
+    ],
+)
+def test_other_tests_write_their_own_files(
+    test: str,
+    more: list[str],
+    unit: str,
+    picture: bool,
+    own_files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["--test", test, "--handoffs", str(own_files[test]), "--tokens", "64", *more]
+
+    status = main(["fidelity", *arguments, "--policies", "shift,epic", "--output", str(output)])
+
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    names = {f"{test}.json", f"{test}.md", *([f"{test}.png"] if picture else [])}
+    assert {path.name for path in output.iterdir()} == names
+    content = json.loads((output / f"{test}.json").read_text(encoding="utf-8"))
+    assert content["subject"]["command"] == (
+        f"relaykv fidelity --model default --test {test} --handoffs {test}.jsonl "
+        f"--policies shift,epic --tokens 64 {' '.join([*more, ''])}--device auto --dtype auto"
+    )
+    assert {"shift", "epic"} <= {_policy(score) for score in content["scores"]}
+    assert (output / f"{test}.md").read_text(encoding="utf-8") in printed.out
+    assert f"2.0 of 2 {unit}" in printed.err
+
+
+def _policy(score: dict[str, Any]) -> str:
+    policy = score["score"]["policy"] if "score" in score else score["policy"]
+    assert isinstance(policy, str)
+    return policy
+
+
+@pytest.fixture
+def own_files(tmp_path: Path) -> dict[str, Path]:
+    """Two cases for each of the other tests."""
+    with_two = [asdict(h) for h in planted_handoffs(6) if h.producers[1:]]
+    for entry in with_two:
+        del entry["answer"]
+    agents = [
+        {"system": f"role {letter}", "user_template": f"words of {letter} {text} and more words"}
+        for letter, text in (("a", ""), ("b", "{text}"), ("c", "{text}"))
+    ]
+    lines = {
+        "chain": [{"id": name, "agents": agents} for name in ("one", "two")],
+        "judge": [{**entry, "choices": ["A", "B"]} for entry in with_two],
+        "flip": [{**entry, "choices": ["A", "B"], "turned": "other"} for entry in with_two],
+    }
+    paths = {}
+    for name, entries in lines.items():
+        paths[name] = tmp_path / f"{name}.jsonl"
+        text = "\n".join(json.dumps(entry) for entry in entries)
+        paths[name].write_text(text, encoding="utf-8")
+    return paths
 
 
 @pytest.mark.usefixtures("asked")
@@ -136,7 +201,7 @@ def test_an_interrupted_run_writes_nothing_and_says_so_by_its_exit_code(
     [
         (["--handoffs", "none.jsonl"], "cannot read none.jsonl"),
         (["--policies", "magic"], "unknown policy 'magic'; known: full, shift"),
-        (["--bands", "0,1,9"], "layer 9 is past the model's last one"),
+        (["--bands", "0,1,3"], "layer 3 is past the model's last one"),
         (["--answer-tokens", "20"], "--answer-tokens cannot be more than --greedy-tokens"),
         (["--tokens", "900"], "hand-off 'handoff 0' may need"),
     ],
@@ -165,6 +230,7 @@ def test_failures_are_told_in_one_line(
         ["--bands", "1,2"],
         ["--bands", "3,2,1"],
         ["--limit", "0"],
+        ["--test", "guess"],
     ],
 )
 def test_wrong_usage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,5 +246,13 @@ def test_the_help_names_every_argument() -> None:
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
     text = commands.choices["fidelity"].format_help()
-    for name in ("--model", "--handoffs", "--policies", "--bands", "--answer-tokens", "--output"):
+    for name in (
+        "--test",
+        "--model",
+        "--handoffs",
+        "--policies",
+        "--bands",
+        "--answer-tokens",
+        "--output",
+    ):
         assert name in text
