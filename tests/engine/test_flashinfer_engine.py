@@ -38,7 +38,6 @@ pytestmark = pytest.mark.model
 _POLICIES = ("shift", "epic", "cacheblend", "relay", "full")
 # Below this gap between the two likeliest tokens, rounding may choose either.
 _TIE = 0.05
-_NUM_WIDE = 6  # hand-offs in bfloat16, each read three times
 
 
 @pytest.fixture(autouse=True)
@@ -184,14 +183,18 @@ def test_twenty_handoffs_are_answered_alike_under_every_policy() -> None:
 def test_in_bfloat16_answers_part_no_sooner_than_rounding_alone_makes_them() -> None:
     from flashinfer_stand_in import flashinfer_stand_in
 
-    plain, other, third = _readings(3, "bfloat16", shipped_handoffs()[:_NUM_WIDE], Limits(64, 24))
+    plain, other, third = _readings(3, "bfloat16", shipped_handoffs()[:20], Limits(64, 24))
+    num_equal = num_equal_of_control = 0
     for policy in _POLICIES:
         expected = plain.read(policy)
         with flashinfer_stand_in(), _attending_with(other.core, _attention(other.parts)):
             agreement = Agreement.of(expected, other.read(policy))
         control = _control(third, policy, expected)
         print(f"\nbfloat16 {policy}: {agreement}; torch in fp32 instead: {control}")
-        assert agreement.num_equal >= 0.9 * control.num_equal
+        num_equal += agreement.num_equal
+        num_equal_of_control += control.num_equal
+    # One answer that parts early costs 24 tokens of 2,400, so only the sum says something.
+    assert num_equal >= 0.95 * num_equal_of_control
 
 
 def _control(third: _Reading, policy: str, expected: list[Result]) -> Agreement:
