@@ -122,7 +122,8 @@ def num_selected(policy: Policy, num_tokens: int) -> int:
     """Tokens of a segment that are computed again, as far as a policy's data say."""
     selection = policy.selection
     if selection.deviation is Deviation.NONE:
-        return min(selection.num_first + selection.num_last, num_tokens)
+        first = max(selection.num_first, math.ceil(selection.first_share * num_tokens))
+        return min(first + selection.num_last, num_tokens)
     share = selection.deviation_share
     return math.ceil((selection.expected_share if share is None else share) * num_tokens)
 

@@ -30,13 +30,16 @@ from relaykv.engine.device import (
     device_config,
 )
 from relaykv.engine.grammar import GrammarMatchers
+from relaykv.engine.handoff_lessons import HandoffLessons
+from relaykv.engine.handoff_slots import NUM_LEVELS, HandoffSlots
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.loader import load_model, resolve_model
 from relaykv.engine.model_store import default_model_name
 from relaykv.engine.models.decoder import DecoderModel
 from relaykv.engine.models.fingerprint import model_fingerprint
+from relaykv.engine.offset_memory import OffsetMemory
 from relaykv.engine.options import EngineOptions
-from relaykv.engine.policy import Policy, builtin_policies
+from relaykv.engine.policy import Policy, builtin_policies, find_policy
 from relaykv.engine.prefix_cache import PrefixCache
 from relaykv.engine.recording import RecordingStore
 from relaykv.engine.relay_profile import BandsSource, ChosenBands, choose_bands
@@ -88,10 +91,7 @@ def prepare(options: EngineOptions) -> EngineParts:
     fingerprint = model_fingerprint(model.config, model.final_norm)
     chosen = choose_relay_bands(options, model.config.num_layers, fingerprint)
     policies = builtin_policies(model.config.num_layers, chosen.bands)
-    if options.relay_policy not in policies:
-        raise ValueError(
-            f"relay policy {options.relay_policy!r} is unknown; use one of {', '.join(policies)}"
-        )
+    find_policy(policies, options.relay_policy, model.config.num_layers)  # or an error says why
     config = device_config(options, device)
     cache = choose_cache(options, model, config)
     max_model_len = choose_max_model_len(options, model.config, cache)
@@ -109,7 +109,10 @@ def prepare(options: EngineOptions) -> EngineParts:
             max_num_requests=options.max_num_requests,
             max_model_len=max_model_len,
         ),
-        relay=RelayConfig(default_policy=options.relay_policy),
+        relay=RelayConfig(
+            default_policy=options.relay_policy,
+            num_offsets=options.learned_memory_bytes // OffsetMemory.bytes_per_mean(model.config),
+        ),
         device=config,
         bands_source=chosen.source,
         profile=chosen.path,
@@ -145,13 +148,15 @@ def build_core(
         grammars,
         attention,
         capture,
+        parts.relay.num_offsets,
     )
     pool = BlockPool(cache_config.num_blocks)
     prefix_cache = PrefixCache(pool, cache_config.block_size, parts.fingerprint)
     relay = parts.relay
     recordings = RecordingStore(pool, relay.min_segment_tokens)
+    handoffs = HandoffSlots(relay.num_offsets) if relay.num_offsets >= NUM_LEVELS else None
     admission = Admission(
-        pool, prefix_cache, recordings, cache_config.block_size, relay.min_segment_tokens
+        pool, prefix_cache, recordings, cache_config.block_size, relay.min_segment_tokens, handoffs
     )
     scheduler = Scheduler(
         parts.scheduler,
@@ -175,6 +180,7 @@ def build_core(
         bytes_per_block=cache_config.block_size
         * KVCache.bytes_per_token(config, parts.model.dtype),
         overlap=parts.device.overlap,
+        lessons=None if handoffs is None else HandoffLessons(scheduler, handoffs, runner),
     )
 
 

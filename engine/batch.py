@@ -52,10 +52,49 @@ class RelayCopy:
     block_ids: tuple[int, ...]  # of the request, in sequence order
     start: int  # position in the prompt
     num_tokens: int
+    offset_index: int | None = None  # of what is added to it all; None: nothing is
 
     @property
     def shift(self) -> int:
         return self.start - self.source_start
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A mean that an observation is to be taken into."""
+
+    offset_index: int
+    num_observations: int  # that are in it; with none, whatever the memory holds is replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A segment that was computed although a recording holds it.
+
+    It shows what relaying would have lacked: its own KV less the recording's, had that been copied.
+    """
+
+    copy: RelayCopy
+    lessons: tuple[Lesson, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldoutError:
+    """What a mean would have left of an observation that it did not hold yet.
+
+    Squared error of keys and of values after the correction, as a share of that before it.
+    """
+
+    keys: float
+    values: float
+
+
+class PendingErrors(Protocol):
+    """Observations that were launched and whose device work may still be going on."""
+
+    def result(self) -> tuple[tuple[HoldoutError, ...], ...]:
+        """Waits for them. One tuple per observation, one entry per lesson."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class RelayConfig:
 
     default_policy: str = "relay"  # for requests that name a session and no policy
     min_segment_tokens: int = 32  # shorter matches are computed, not relayed
+    num_offsets: int = 0  # keys of recurring hand-offs that are learned at the same time; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from relaykv.engine.batch import ModelRunnerOutput, PendingStep, SampledToken, S
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import EngineStats, RecordingInfo, SessionInfo
 from relaykv.engine.detokenizer import Detokenizer
+from relaykv.engine.handoff_lessons import HandoffLessons
 from relaykv.engine.model_runner import ModelRunner
-from relaykv.engine.policy import Policy
+from relaykv.engine.policy import Policy, find_policy
 from relaykv.engine.recording import RecordingStore, SessionKey
 from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
 from relaykv.engine.request_state import Request, RequestStatus
@@ -66,6 +67,7 @@ class EngineCore:
         max_model_len: int,
         bytes_per_block: int,
         overlap: bool = False,
+        lessons: HandoffLessons | None = None,
     ) -> None:
         """With `overlap` one step is scheduled ahead; that pays where launching does not block."""
         self.runner = runner
@@ -82,10 +84,12 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()  # in the order of launching
         self._answers: dict[str, Answer] = {}
         self._num_aborts = 0
+        self._lessons = lessons
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight)
+        learns = self._lessons is not None and self._lessons.has_work
+        return self._scheduler.has_work or bool(self._in_flight) or learns
 
     def prepare(self, spec: GenerateRequest) -> None:
         """Does what a request needs and other requests should not wait for. For any thread.
@@ -135,6 +139,8 @@ class EngineCore:
         Without overlap that is the same step; with overlap it is the one before, if any. A step
         that raises ends the running requests with an error; waiting ones are served.
         """
+        if self._lessons is not None:  # the callers have their tokens by now
+            self._lessons.learn()
         batch = self._scheduler.schedule()
         if batch.requests:
             try:
@@ -189,10 +195,8 @@ class EngineCore:
         name = spec.relay.policy
         if spec.relay.session is None:
             name = "full"  # nothing approximate ever happens without a session
-        policy = self._policies.get(name or self._default_policy)
-        if policy is None:
-            raise ValueError(f"unknown policy {name!r}; known: {', '.join(self._policies)}")
-        return policy
+        name = name or self._default_policy
+        return find_policy(self._policies, name, self.runner.num_layers)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         requests = tuple(self._scheduler[part.request_id] for part in batch.requests)

@@ -105,6 +105,7 @@ def build_runner(
     grammars: GrammarMatchers | None,
     attention: AttentionBackend[Any, Any] | None,
     capture: Capture | None = None,
+    num_offsets: int = 0,
 ) -> ModelRunner:
     """Allocates the KV cache and puts a runner around it.
 
@@ -112,10 +113,11 @@ def build_runner(
         hidden_layer: the layer whose input is kept beside the KV.
         attention: None: what fits the device.
         capture: how decode steps become graphs; None: as CUDA graphs.
+        num_offsets: room for mean offsets of recurring hand-offs.
     """
     cache = KVCache(model.config, cache_config, model.dtype, model.device)
     attention = attention or choose_attention(model, cache_config.block_size, config)
-    runner = ModelRunner(model, cache, attention, hidden_layer, grammars, config)
+    runner = ModelRunner(model, cache, attention, hidden_layer, grammars, config, num_offsets)
     if config.graph_sizes:
         graphs = DecodeGraphs(
             runner.forward_pass,

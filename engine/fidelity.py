@@ -16,7 +16,7 @@ from torch import Tensor
 from relaykv.engine.assembly import EngineParts
 from relaykv.engine.fidelity_scores import Score, common_share, computed_share
 from relaykv.engine.handoff import Handoff, holds_answer
-from relaykv.engine.policy import Bands
+from relaykv.engine.policy import Bands, find_policy
 from relaykv.engine.policy_reader import PolicyReader, Reading
 from relaykv.engine.producers import HandoffPrompts, Lengths, Producers, Progress, Prompt
 
@@ -143,10 +143,9 @@ def choose_policies(
         ValueError: a policy is unknown, none is left, or bands cannot be had together.
     """
     chosen = list(parts.policies) if names is None else list(names)
-    for name in chosen:
-        if name not in parts.policies:
-            raise ValueError(f"unknown policy '{name}'; known: {', '.join(parts.policies)}")
-    policies = dict(parts.policies)
+    num_layers = parts.model.config.num_layers
+    found = {name: find_policy(parts.policies, name, num_layers) for name in chosen}
+    policies = {**parts.policies, **found}
     for choice in bands:
         if choice.stop >= parts.model.config.num_layers:
             raise ValueError(f"bands: layer {choice.stop} is past the model's last one")

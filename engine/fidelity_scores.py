@@ -54,7 +54,8 @@ class Summary:
 
 def is_published(policy: str) -> bool:
     """Whether others have published a policy; its name may be followed by settings of its own."""
-    return policy.partition(" ")[0] in _PUBLISHED
+    base = policy.partition(" ")[0].partition("@")[0]  # without bands or a share
+    return base in _PUBLISHED
 
 
 def common_share(reference: Sequence[int], other: Sequence[int]) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relaykv.engine.config import CacheConfig, ModelConfig
+from relaykv.kernels.attention import IntArray
 
 
 class KVCache:
@@ -43,6 +45,13 @@ class KVCache:
         """Memory of one slot over all tensors."""
         kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         return (kv + model.hidden_size) * dtype.itemsize + torch.float32.itemsize
+
+    def flat_slots(self, block_ids: Sequence[int], start: int, num_tokens: int) -> IntArray:
+        """Slots of positions [start, start + num_tokens) of a sequence, on the host."""
+        positions = np.arange(start, start + num_tokens)
+        blocks = np.array(block_ids, dtype=np.int64)[positions // self.block_size]
+        slots: IntArray = blocks * self.block_size + positions % self.block_size
+        return slots
 
     def slots(self, block_ids: Sequence[int], start: int, stop: int) -> Tensor:
         """Slots of positions [start, stop) of a sequence, int64 [stop - start]."""

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from relaykv.engine.batch import (
     ModelRunnerOutput,
+    Observation,
+    PendingErrors,
     PendingStep,
     RecomputeCount,
     RelayCopy,
@@ -26,6 +28,7 @@ from relaykv.engine.grammar import GrammarMatchers
 from relaykv.engine.kv_cache import KVCache
 from relaykv.engine.logprobs import ScoredTokens, Scores
 from relaykv.engine.models.decoder import DecoderModel
+from relaykv.engine.offset_memory import OffsetMemory
 from relaykv.engine.relay import relay
 from relaykv.engine.sampler import SampledRows, Sampler
 from relaykv.kernels.attention import AttentionBackend
@@ -59,6 +62,7 @@ class ModelRunner:
 
     Attributes:
         cache, forward_pass: for tools that measure, which use them between two steps.
+        offsets: what recurring hand-offs have lacked; as the cache.
         grammars: of constrained decoding; None when the engine has none.
     """
 
@@ -70,12 +74,15 @@ class ModelRunner:
         hidden_layer: int,
         grammars: GrammarMatchers | None = None,
         device: DeviceConfig | None = None,
+        num_offsets: int = 0,
     ) -> None:
+        """`num_offsets`: how many mean offsets of recurring hand-offs there is room for."""
         filters = cuda_filters() if cache.device.type == "cuda" else cpu_filters()
         device = device or DeviceConfig()
         self._model = model
         self._inv_freq = model.inv_freq.numpy()
         self.cache = cache
+        self.offsets = OffsetMemory(model.config, num_offsets, cache.device)
         self.staging = Staging(cache.device)
         self.forward_pass = ForwardPass(
             model,
@@ -108,8 +115,21 @@ class ModelRunner:
     @torch.inference_mode()
     def relay(self, copies: Sequence[RelayCopy]) -> None:
         """Brings recorded KV to its place in other prompts."""
-        shift_copy = self._model.kernels.shift_copy
-        relay(self.cache, copies, self._inv_freq, self.staging, shift_copy)
+        kernels = self._model.kernels
+        relay(
+            self.cache,
+            copies,
+            self.offsets.means,
+            self._inv_freq,
+            self.staging,
+            kernels.shift_copy,
+            kernels.add_offset,
+        )
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequence[Observation]) -> PendingErrors:
+        """Takes in how computed segments differ from their recordings. Does not wait."""
+        return self.offsets.observe(self.cache, observations, self._inv_freq, self.staging)
 
     def execute(self, batch: ScheduledBatch) -> ModelRunnerOutput:
         """Launches a step and waits for it."""

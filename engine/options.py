@@ -18,6 +18,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None  # rows that one step computes; None: by the device
     max_num_requests: int = 32  # running at the same time
     relay_policy: str = "relay"  # for requests that name a session and no policy
+    learned_memory_bytes: int = 64 << 20  # for what recurring hand-offs have in common; 0: nothing
     profile: str | None = None  # file with the model's relay bands; None: the shipped one
     num_threads: int | None = None  # None: torch decides
     # On a GPU only:

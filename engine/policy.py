@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from relaykv.engine.policy_name import parse_policy_name
+
+
+class Placement(enum.Enum):
+    """What is put in the place of a segment before any of it is computed again."""
+
+    SHIFT = "shift"  # its recorded KV, keys turned to their new position
+    LEARNED = "learned"  # and what hand-offs of the kind have lacked on average (handoff_slots.py)
 
 
 class Deviation(enum.Enum):
@@ -38,6 +47,7 @@ class Selection:
     """Which tokens of a segment are computed again: the union of everything that is set."""
 
     num_first: int = 0  # EPIC: the tokens that start a segment
+    first_share: float = 0.0  # these as a share of the segment
     num_last: int = 0  # RelayCaching: the suffix
     deviation: Deviation = Deviation.NONE
     deviation_share: float | None = None  # the top share of the segment by deviation
@@ -56,6 +66,12 @@ class Policy:
     relays: bool
     bands: Bands | None = None
     selection: Selection = Selection()
+    placement: Placement = Placement.SHIFT
+    # What serves a segment when `placement` can be had for it, None: this policy, and when it
+    # cannot, None: it is computed.
+    warm: Policy | None = None
+    cold: Policy | None = None
+    observes: bool = False  # all segments are computed, for what can be learned from them
 
     def relay_cost(self, num_layers: int) -> float:
         """Expected layer-tokens computed per relayed token, as a share of a full prefill."""
@@ -67,6 +83,27 @@ class Policy:
         sparse = self.bands.stop - self.bands.select + 1
         return (full + self.selection.expected_share * sparse) / num_layers
 
+    def with_share(self, name: str, share: float, num_layers: int) -> Policy:
+        """The same policy, made to compute a share of the relayed layer-tokens.
+
+        What its layers up to the selection take is the least that it computes.
+        """
+        if self.bands is None:
+            return self
+        full = self.bands.select - self.bands.inject
+        sparse = self.bands.stop - self.bands.select + 1
+        selected = min(max((share * num_layers - full) / sparse, 0.0), 1.0)
+        selection = replace(self.selection, expected_share=selected)
+        if selection.deviation_share is not None:
+            selection = replace(selection, deviation_share=selected)
+        else:
+            selection = replace(selection, num_first=0, first_share=selected)
+        warm, cold = (
+            part and part.with_share(part.name, share, num_layers)
+            for part in (self.warm, self.cold)
+        )
+        return replace(self, name=name, selection=selection, warm=warm, cold=cold)
+
 
 def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy]:
     """Every policy by name, for a model with `num_layers` layers.
@@ -75,11 +112,14 @@ def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy
         relay_bands: where RelayCaching repairs this model; from its profile.
     """
     last = num_layers - 1
+    # EPIC (arXiv 2410.15332), LegoLink with k = 16.
+    first_16 = (Bands(0, 0, last), Selection(num_first=16, expected_share=0.06))
+    epic = Policy("epic", True, *first_16)
+    learned = Policy("learned", True, *first_16, Placement.LEARNED)
     policies = (
         Policy("full", relays=False),
         Policy("shift", relays=True),
-        # EPIC (arXiv 2410.15332), LegoLink with k = 16.
-        Policy("epic", True, Bands(0, 0, last), Selection(num_first=16, expected_share=0.06)),
+        epic,
         # CacheBlend (arXiv 2405.16444): check layer 1, 15 % by squared value difference.
         Policy(
             "cacheblend",
@@ -107,5 +147,22 @@ def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy
                 expected_share=0.2,
             ),
         ),
+        learned,
+        Policy("auto", True, *first_16, Placement.LEARNED, warm=learned, cold=epic),
+        # Exact. What it learns, `learned` and `auto` use.
+        Policy("observe", True, placement=Placement.LEARNED, observes=True),
     )
     return {policy.name: policy for policy in policies}
+
+
+def find_policy(policies: Mapping[str, Policy], name: str, num_layers: int) -> Policy:
+    """A policy by its name, which may hold a share.
+
+    Raises:
+        ValueError: as `parse_policy_name`.
+    """
+    if name in policies:
+        return policies[name]
+    parsed = parse_policy_name(name, policies)
+    policy = policies[parsed.base]
+    return policy if parsed.share is None else policy.with_share(name, parsed.share, num_layers)

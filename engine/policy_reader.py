@@ -69,6 +69,7 @@ class PolicyReader:
                     recording.blocks,
                     recording.num_prompt_tokens,
                     recording.taint,
+                    recording.agent_class,
                 )
 
     def read_full(

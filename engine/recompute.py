@@ -50,7 +50,8 @@ def select_tokens(
         deviation: fresh against relayed values, one per token; None when it was not measured.
         influence: attention each token has received; None when nothing was collected.
     """
-    chosen = set(range(min(selection.num_first, num_tokens)))
+    num_first = max(selection.num_first, math.ceil(selection.first_share * num_tokens))
+    chosen = set(range(min(num_first, num_tokens)))
     chosen.update(range(max(num_tokens - selection.num_last, 0), num_tokens))
     if deviation is not None:
         chosen.update(_by_deviation(selection, deviation))

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from relaykv.engine.block_pool import Block, BlockPool
 from relaykv.engine.segment import Segment
 from relaykv.engine.segment_index import SegmentIndex
+
+# Prompts that start with the same so many tokens are taken for the same agent's.
+_NUM_CLASS_TOKENS = 32
+
+
+def agent_class(name: str, prompt: Sequence[int]) -> str:
+    """The class of an agent: its name, or what the start of its prompt gives."""
+    if name:
+        return name
+    return hashlib.sha256(array("I", prompt[:_NUM_CLASS_TOKENS]).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class Recording:
     blocks: tuple[Block, ...]
     num_prompt_tokens: int
     taint: int  # approximate hand-offs behind its KV; 0 is exact
+    agent_class: str  # of the agent whose request it was
 
 
 @dataclass(slots=True)
@@ -69,6 +82,7 @@ class RecordingStore:
         blocks: Iterable[Block],
         num_prompt_tokens: int,
         taint: int,
+        agent_name: str = "",
     ) -> None:
         """Records a finished request.
 
@@ -87,7 +101,14 @@ class RecordingStore:
             self._recordings[same.id] = self._recordings.pop(same.id)
             return
         recording = Recording(
-            self._next_id, request_id, key, token_ids, tuple(blocks), num_prompt_tokens, taint
+            self._next_id,
+            request_id,
+            key,
+            token_ids,
+            tuple(blocks),
+            num_prompt_tokens,
+            taint,
+            agent_class(agent_name, token_ids[:num_prompt_tokens]),
         )
         self._next_id += 1
         self._pool.record(recording.blocks)

@@ -35,13 +35,15 @@ class PromptRun:
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """One relayed run of the prompt and where it came from. Ranges are half-open tokens."""
+    """One run of the prompt that a recording holds. Ranges are half-open tokens."""
 
     start: int  # in this prompt
     stop: int
-    source_request_id: str  # the recording that was read
+    source_request_id: str  # the recording
     source_start: int  # in the recording
     num_recomputed_tokens: int
+    policy: str  # that served it; "full": it was computed
+    why: str | None = None  # where the policy had a choice
 
 
 @dataclass(frozen=True, slots=True)

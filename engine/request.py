@@ -62,6 +62,8 @@ class RelayOptions:
     policy: str | None = None  # None takes the server's default for sessions
     store: bool = True  # whether the finished request becomes a recording
     explain: bool = False  # whether the report lists segments and runs
+    # Names the kind of agent that asks, as one that asks again would; "": the engine finds one.
+    agent_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from relaykv.engine.batch import UNKNOWN_TOKEN, SamplingRow, ScheduledRequest
+from relaykv.engine.batch import UNKNOWN_TOKEN, RelayCopy, SamplingRow, ScheduledRequest
 from relaykv.engine.block_pool import Block
+from relaykv.engine.handoff_slots import HandoffKey
 from relaykv.engine.policy import Policy
 from relaykv.engine.prefill_plan import PrefillPlan, SpanKind
 from relaykv.engine.provenance import prompt_runs
@@ -30,12 +31,23 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentSource:
-    """Where a relayed span came from, kept after its recording may be gone."""
+    """Where a segment came from, kept after its recording may be gone."""
 
-    start: int  # of the span in the prompt
+    start: int  # of the segment in the prompt
     stop: int
     request_id: str
     source_start: int
+    policy: str  # that serves it; "full": it is computed
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldObservation:
+    """What there is to learn from a segment, and the blocks that are kept until it is learned."""
+
+    key: HandoffKey
+    copy: RelayCopy
+    blocks: tuple[Block, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +74,11 @@ class Request:
     approximate_from: int | None = None  # first token whose KV is approximate
     taint: int = 0
     source_blocks: list[Block] = field(default_factory=list)  # held until the relay copy ran
+    observations: list[HeldObservation] = field(default_factory=list)  # until the prefill is over
     # What the response reports; of the first admission, a preemption does not change it.
     first_plan: PrefillPlan | None = None
-    sources: tuple[SegmentSource, ...] = ()
+    sources: tuple[SegmentSource, ...] = ()  # of the plan's RELAY spans
+    computed_sources: tuple[SegmentSource, ...] = ()  # of segments that were computed
     # Tokens of S, as offsets, by the start of what one step took of a span.
     recomputed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_relay_layer_tokens: int = 0  # layer-tokens computed for relayed spans
@@ -180,9 +194,18 @@ class Request:
         return (*known, *(UNKNOWN_TOKEN,) * (stop - start - len(known)))
 
     def _segments(self) -> tuple[SegmentReport, ...]:
+        sources = sorted((*self.sources, *self.computed_sources), key=lambda s: s.start)
         return tuple(
-            SegmentReport(s.start, s.stop, s.request_id, s.source_start, self._recomputed_in(s))
-            for s in self.sources
+            SegmentReport(
+                s.start,
+                s.stop,
+                s.request_id,
+                s.source_start,
+                self._recomputed_in(s),
+                s.policy,
+                s.why,
+            )
+            for s in sources
         )
 
     def _recomputed_in(self, source: SegmentSource) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 from relaykv.engine.admission import Admission
 from relaykv.engine.batch import ModelRunnerOutput, RelayCopy, ScheduledBatch, ScheduledRequest
@@ -20,7 +21,7 @@ from relaykv.engine.config import SchedulerConfig
 from relaykv.engine.prefix_cache import PrefixCache, approximation_salt, block_hash
 from relaykv.engine.recording import RecordingStore
 from relaykv.engine.request import FinishReason
-from relaykv.engine.request_state import Request, RequestStatus
+from relaykv.engine.request_state import HeldObservation, Request, RequestStatus
 
 
 class Scheduler:
@@ -46,6 +47,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission
         self._requests: dict[str, Request] = {}
+        self._observations: list[HeldObservation] = []  # of prefills that are over
         self.num_preemptions = 0
 
     @property
@@ -58,7 +60,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request is unfinished; observations are not counted."""
         return bool(self._waiting or self._running)
+
+    @property
+    def has_observations(self) -> bool:
+        return bool(self._observations)
 
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
@@ -149,8 +156,20 @@ class Scheduler:
             if token is not None:
                 request.plan = None
                 request.num_awaited_tokens -= 1
+                if token.error is None:
+                    self._keep_observations(request)
                 if request.id not in ended:
                     request.token_ids.append(token.token_id)
+
+    def take_observations(self) -> list[HeldObservation]:
+        """What there is to learn from segments whose KV is complete.
+
+        Lets go of their blocks, so their launch must be the next thing that the device is given.
+        """
+        taken, self._observations = self._observations, []
+        for observation in taken:
+            self._pool.release(observation.blocks)
+        return taken
 
     def finish(self, request_id: str, reason: FinishReason, num_visible_tokens: int) -> None:
         """Ends a request, at whatever point it is, and records it for its session.
@@ -232,7 +251,20 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
+    def _keep_observations(self, request: Request) -> None:
+        """Keeps what its finished prefill teaches, whatever becomes of the request itself."""
+        for observation in request.observations:
+            copy = observation.copy
+            last = (copy.start + copy.num_tokens - 1) // self._block_size
+            own = tuple(request.blocks[copy.start // self._block_size : last + 1])
+            self._pool.hold(own)
+            self._observations.append(replace(observation, blocks=(*observation.blocks, *own)))
+        request.observations.clear()
+
     def _free(self, request: Request) -> None:
+        for observation in request.observations:
+            self._pool.release(observation.blocks)
+        request.observations.clear()
         self._pool.release(request.source_blocks)
         self._pool.release(request.blocks)
         request.source_blocks.clear()
@@ -269,4 +301,5 @@ class Scheduler:
             request.blocks[:num_blocks],
             request.num_prompt_tokens,
             request.taint,
+            request.spec.relay.agent_class,
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from relaykv.kernels.activation import silu_and_mul
+from relaykv.kernels.add_offset import add_offset
 from relaykv.kernels.deviation import cosine_deviation, squared_deviation
 from relaykv.kernels.influence import add_influence
 from relaykv.kernels.rms_norm import add_rms_norm, rms_norm
@@ -27,6 +28,22 @@ class ShiftCopy(Protocol):
         hidden: Tensor,
         influence: Tensor,
         source: Tensor,
+        target: Tensor,
+        segment: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None: ...
+
+
+class AddOffset(Protocol):
+    """See `add_offset.add_offset`."""
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        index: Tensor,
         target: Tensor,
         segment: Tensor,
         cos: Tensor,
@@ -65,6 +82,7 @@ class KernelSet:
     apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     shift_copy: ShiftCopy
+    add_offset: AddOffset
     cosine_deviation: Callable[[Tensor, Tensor, Tensor], Tensor]
     squared_deviation: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_influence: AddInfluence
@@ -79,6 +97,7 @@ def torch_kernels() -> KernelSet:
         apply_rope=apply_rope,
         store_kv=store_kv,
         shift_copy=shift_copy,
+        add_offset=add_offset,
         cosine_deviation=cosine_deviation,
         squared_deviation=squared_deviation,
         add_influence=add_influence,
@@ -92,6 +111,7 @@ def cuda_kernels() -> KernelSet:
         ModuleNotFoundError: Triton or FlashInfer is not installed.
     """
     from relaykv.kernels.activation_flashinfer import load_silu_and_mul
+    from relaykv.kernels.add_offset_triton import add_offset_triton
     from relaykv.kernels.deviation_triton import cosine_deviation_triton, squared_deviation_triton
     from relaykv.kernels.influence_triton import add_influence_triton
     from relaykv.kernels.rms_norm_flashinfer import FlashInferNorms
@@ -106,6 +126,7 @@ def cuda_kernels() -> KernelSet:
         apply_rope=apply_rope,
         store_kv=store_kv_triton,
         shift_copy=shift_copy_triton,
+        add_offset=add_offset_triton,
         cosine_deviation=cosine_deviation_triton,
         squared_deviation=squared_deviation_triton,
         add_influence=add_influence_triton,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaykv.engine.client import EngineClient, ModelCard
+from relaykv.engine.policy_name import parse_policy_name
 from relaykv.engine.request import (
     GenerateRequest,
     GrammarSpec,
@@ -78,13 +79,18 @@ def plan_answer(
     grammar: GrammarSpec | None = None,
     id_prefix: str = "chatcmpl-",
     prompt_param: str = "messages",
+    agent_class: str = "",
 ) -> AnswerPlan:
     """Puts a body's wishes into the engine's values, one request per prompt and choice.
+
+    Args:
+        agent_class: names the kind of agent that asks; "" leaves telling it to the engine.
 
     Raises:
         ApiError: 400 for an unknown policy or token id and for a prompt that fills the context.
     """
     relay = relay_options(body, session, engine.policies)
+    relay = dataclasses.replace(relay, agent_class=agent_class)
     completion_id = f"{id_prefix}{secrets.token_hex(12)}"
     wanted = []
     for prompt in prompts:
@@ -173,10 +179,12 @@ def relay_options(
     relay = body.relay
     if relay is None:
         return RelayOptions(session=session)
-    if relay.policy is not None and relay.policy not in policies:
-        known = ", ".join(f"'{policy}'" for policy in policies)
-        message = f"Unknown relay policy '{relay.policy}'; this server knows {known}."
-        raise bad_request(message, param="relay.policy")
+    if relay.policy is not None:
+        try:
+            parse_policy_name(relay.policy, policies)
+        except ValueError as error:
+            message = f"Invalid 'relay.policy': {error}."
+            raise bad_request(message, param="relay.policy") from error
     return RelayOptions(
         session=session,
         policy=relay.policy,

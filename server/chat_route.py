@@ -8,6 +8,7 @@ import dataclasses
 from fastapi import Request
 from fastapi.responses import Response
 
+from relaykv.server.agent_class import agent_class
 from relaykv.server.body import read_model
 from relaykv.server.chat import AnswerPlan, check_model, plan_answer
 from relaykv.server.completion import complete_chat
@@ -58,7 +59,8 @@ async def plan_chat(
     form = prompts.tool_form
     # Not in the prompts' threads: an intricate schema may take seconds.
     grammar = await asyncio.to_thread(output_grammar, schema, tools, form)
-    prompt = await prompts.from_messages(body.messages, tools.definitions if tools else ())
+    definitions = tools.definitions if tools else ()
+    prompt = await prompts.from_messages(body.messages, definitions)
     plan = plan_answer(
         body,
         (prompt,),
@@ -69,5 +71,6 @@ async def plan_chat(
         grammar=grammar,
         id_prefix=id_prefix,
         prompt_param=prompt_param,
+        agent_class=agent_class(body.messages, definitions),
     )
     return dataclasses.replace(plan, tools=tools, tool_form=form)

@@ -79,6 +79,11 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_size_or_zero(text: str) -> int:
+    """Bytes of a size as `parse_size` takes them, or of `0`."""
+    return 0 if text.strip() == "0" else parse_size(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
@@ -175,6 +180,14 @@ def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None
         help="for requests that name a session and no policy (default: %(default)s)",
     )
     engine.add_argument(
+        "--learned-memory",
+        type=parse_size_or_zero,
+        metavar="SIZE",
+        default=defaults.learned_memory_bytes,
+        help="memory for what recurring hand-offs have in common, which the policies auto and "
+        "learned add to relayed KV; 0: learn nothing (default: 64MiB)",
+    )
+    engine.add_argument(
         "--profile",
         metavar="FILE",
         help="the model's relay bands (default: what `relaykv profile` has found, else the shipped "
@@ -233,6 +246,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_requests=options.max_num_requests,
         relay_policy=options.relay_policy,
+        learned_memory_bytes=options.learned_memory,
         profile=options.profile,
         num_threads=options.threads,
         device=options.device,

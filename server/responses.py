@@ -67,13 +67,18 @@ class RelayTokens(BaseModel):
 
 
 class RelaySegmentBody(BaseModel):
-    """One relayed run of the prompt (half-open token ranges) and where it came from."""
+    """One run of the prompt (half-open token ranges) that a recording holds.
+
+    `policy` served it ("full": it was computed); `why` says so where there was a choice.
+    """
 
     start: int
     stop: int
     source_request_id: str
     source_start: int
     recomputed_tokens: int
+    policy: str
+    why: str | None = None
 
 
 class RunSourceBody(BaseModel):
@@ -231,6 +236,8 @@ def relay_result(report: RelayReport, explain: bool) -> RelayResult:
                 source_request_id=segment.source_request_id,
                 source_start=segment.source_start,
                 recomputed_tokens=segment.num_recomputed_tokens,
+                policy=segment.policy,
+                why=segment.why,
             )
             for segment in report.segments
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from fake_runner import FakeRunner, next_token
 
@@ -12,6 +13,9 @@ from relaykv.engine.admission import Admission
 from relaykv.engine.batch import ScheduledBatch
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.config import SchedulerConfig
+from relaykv.engine.handoff_lessons import HandoffLessons
+from relaykv.engine.handoff_slots import HandoffSlots
+from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.policy import Bands, Policy, builtin_policies
 from relaykv.engine.prefix_cache import PrefixCache
 from relaykv.engine.recording import Recording, RecordingStore
@@ -32,6 +36,7 @@ class EngineSizes:
     max_num_batched_tokens: int = 32
     max_num_requests: int = 8
     min_segment_tokens: int = 8
+    num_offsets: int = 12
 
     @property
     def max_model_len(self) -> int:
@@ -85,6 +90,8 @@ class FakeEngine:
     recordings: RecordingStore = field(init=False)
     admission: Admission = field(init=False)
     scheduler: Scheduler = field(init=False)
+    handoffs: HandoffSlots = field(init=False)
+    lessons: HandoffLessons = field(init=False)
     runner: FakeRunner = field(init=False)
     finished: dict[str, Request] = field(default_factory=dict)
     waiting: dict[str, Request] = field(default_factory=dict)
@@ -94,12 +101,14 @@ class FakeEngine:
         self.pool = BlockPool(sizes.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, sizes.block_size, "model")
         self.recordings = RecordingStore(self.pool, sizes.min_segment_tokens)
+        self.handoffs = HandoffSlots(sizes.num_offsets)
         self.admission = Admission(
             self.pool,
             self.prefix_cache,
             self.recordings,
             sizes.block_size,
             sizes.min_segment_tokens,
+            self.handoffs,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -115,6 +124,7 @@ class FakeEngine:
         self.runner = FakeRunner(
             sizes.block_size, lambda i: self.scheduler[i], self.pool, self.deferred
         )
+        self.lessons = HandoffLessons(self.scheduler, self.handoffs, cast(ModelRunner, self.runner))
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -130,6 +140,7 @@ class FakeEngine:
     def step(self) -> ScheduledBatch:
         """One round. Fails when work is left but nothing was scheduled."""
         had_work = self.scheduler.has_work
+        self.lessons.learn()
         batch = self.scheduler.schedule()
         self.check()
         assert bool(batch.requests) == had_work, "a step without progress"
@@ -157,7 +168,7 @@ class FakeEngine:
     def run(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not (self.scheduler.has_work or self.lessons.has_work):
                 return
             self.step()
         raise AssertionError(f"not done after {max_steps} steps")
@@ -178,13 +189,18 @@ class FakeEngine:
         for request in self.scheduler.running():
             holders.update(block.id for block in request.blocks)
             holders.update(block.id for block in request.source_blocks)
+            for observation in request.observations:
+                holders.update(block.id for block in observation.blocks)
             capacity = len(request.blocks) * self.sizes.block_size
             assert request.num_collected_tokens <= request.num_computed_tokens <= capacity
         for request in self.scheduler._waiting:
             assert not request.blocks
             assert not request.source_blocks
+            assert not request.observations
             assert request.num_computed_tokens == request.num_collected_tokens == 0
             assert request.num_awaited_tokens == 0
+        for observation in self.scheduler._observations:
+            holders.update(block.id for block in observation.blocks)
         recorded: Counter[int] = Counter()
         for recording in self.all_recordings():
             recorded.update(block.id for block in recording.blocks)

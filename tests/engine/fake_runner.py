@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from relaykv.engine.batch import (
     UNKNOWN_TOKEN,
+    HoldoutError,
     ModelRunnerOutput,
+    Observation,
     RecomputeCount,
     RelayCopy,
     SampledToken,
@@ -63,6 +65,16 @@ class FakeStep:
         return self.runner.collect(self)
 
 
+@dataclass(frozen=True, slots=True)
+class FakeErrors:
+    """What a fake mean leaves of an observation: the same every time."""
+
+    num_lessons: tuple[int, ...]
+
+    def result(self) -> tuple[tuple[HoldoutError, ...], ...]:
+        return tuple((HoldoutError(0.5, 0.5),) * count for count in self.num_lessons)
+
+
 class FakeRunner:
     """Answers deterministically; fails as soon as a request would read another's KV.
 
@@ -93,6 +105,7 @@ class FakeRunner:
         self._num_launched = 0
         self._num_collected = 0
         self.num_copied_tokens = 0
+        self.num_observed_tokens = 0
         self.events: list[tuple[str, int]] = []
         self.fail: Callable[[str, int], None] = lambda _event, _number: None
 
@@ -116,6 +129,21 @@ class FakeRunner:
         self.events.append(("result", step.number))
         self.fail("result", step.number)  # a deferred step has computed nothing then
         return step.output or self._run(step)
+
+    def observe(self, observations: Sequence[Observation]) -> FakeErrors:
+        """Both sides must still hold the same tokens, and exact KV of them."""
+        for observation in observations:
+            copy = observation.copy
+            for offset in range(copy.num_tokens):
+                source = self._slots[self._slot(copy.source_block_ids, copy.source_start + offset)]
+                target = self._slots[self._slot(copy.block_ids, copy.start + offset)]
+                assert source.token_id == target.token_id
+                assert source.position == copy.source_start + offset
+                assert target.position == copy.start + offset
+                assert source.tenant == target.tenant
+                assert source.approximation is target.approximation is None
+            self.num_observed_tokens += copy.num_tokens
+        return FakeErrors(tuple(len(observation.lessons) for observation in observations))
 
     def _part(self, scheduled: ScheduledRequest) -> _Part:
         """Checks a part against its request while the two belong together."""

@@ -127,8 +127,16 @@ class RelayBench:
     @torch.inference_mode()
     def _relay(self, source: tuple[int, ...], blocks: tuple[int, ...], segment: Segment) -> None:
         copy = RelayCopy(source, segment.source_start, blocks, segment.start, segment.num_tokens)
-        shift_copy = self.model.kernels.shift_copy
-        relay(self.cache, [copy], self.model.inv_freq.numpy(), self._staging, shift_copy)
+        kernels = self.model.kernels
+        relay(
+            self.cache,
+            [copy],
+            torch.zeros(0),  # no copy names an offset
+            self.model.inv_freq.numpy(),
+            self._staging,
+            kernels.shift_copy,
+            kernels.add_offset,
+        )
 
     def _take(self, num_tokens: int) -> tuple[int, ...]:
         num_blocks = -(-num_tokens // 16)

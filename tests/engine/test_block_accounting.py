@@ -41,7 +41,7 @@ class Traffic:
             prompt,
             max_tokens=pick.choice((1, 2, 3, 5, 9, 17)),
             session=pick.choice((None, "s", "s", "s", "s", "t")),
-            policy=pick.choice(("full", "shift", "shift", "epic", "cacheblend", "relay")),
+            policy=pick.choice(("full", "shift", "epic", "relay", "learned", "auto", "auto")),
             tenant=pick.choice(("", "", "", "b")),
             store=pick.random() < 0.9,
             stop_token_ids=tuple(range(100)) if pick.random() < 0.3 else (),
@@ -122,6 +122,7 @@ def test_the_random_mix_really_preempts_relays_hits_and_evicts() -> None:
 
     assert engine.scheduler.num_preemptions > 3
     assert engine.runner.num_copied_tokens > 100
+    assert engine.runner.num_observed_tokens > 40
     requests = engine.finished.values()
     assert sum(request.usage().num_cached_tokens > 0 for request in requests) > 15
     assert len(engine.recordings) < 20

@@ -19,7 +19,10 @@ def relayed_request(explain: bool = False) -> Request:
     request = make_request("r", range(100), session="s", policy="relay", explain=explain)
     segments = [Segment(20, 40, 1, 5), Segment(50, 80, 1, 50)]
     request.plan = request.first_plan = plan_prefill(100, 16, segments, 8, lambda _: request.policy)
-    request.sources = (SegmentSource(20, 40, "w", 5), SegmentSource(50, 80, "w", 50))
+    request.sources = (
+        SegmentSource(20, 40, "w", 5, "relay"),
+        SegmentSource(50, 80, "w", 50, "relay"),
+    )
     return request
 
 
@@ -152,8 +155,8 @@ def test_segments_are_listed_only_when_asked_for() -> None:
     request.recomputed = {20: (0, 1, 2, 3), 50: (0, 1, 2, 3, 4, 5), 64: (15,)}
 
     assert request.report(8).segments == (
-        SegmentReport(20, 40, "w", 5, 4),
-        SegmentReport(50, 80, "w", 50, 7),
+        SegmentReport(20, 40, "w", 5, 4, "relay"),
+        SegmentReport(50, 80, "w", 50, 7, "relay"),
     )
 
 

@@ -70,7 +70,7 @@ def tiny_parts(
         hidden_layer=1,
         cache=CacheConfig(num_blocks),
         scheduler=SchedulerConfig(max_num_batched_tokens, max_num_requests, max_model_len),
-        relay=RelayConfig(),
+        relay=RelayConfig(num_offsets=30),
         card=card,
     )
 

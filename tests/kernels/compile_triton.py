@@ -22,7 +22,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from relaykv.kernels import deviation_triton, influence_triton, shift_copy_triton, store_kv_triton
+from relaykv.kernels import (
+    add_offset_triton,
+    deviation_triton,
+    influence_triton,
+    shift_copy_triton,
+    store_kv_triton,
+)
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -121,6 +127,7 @@ def recorded() -> Iterator[list[Launch]]:
         deviation_triton._deviation,
         shift_copy_triton._shift_copy_kv,
         shift_copy_triton._copy_hidden,
+        add_offset_triton._add_offset,
         influence_triton._add_influence,
     ]
     for kernel in kernels:
@@ -147,12 +154,14 @@ def call_wrappers(shape: Shape, dtype: torch.dtype) -> None:
         lse = torch.empty((5, shape.num_heads))
         counts = torch.empty(5, dtype=torch.int32)
         indptr = torch.empty(6, dtype=torch.int32)
+        offsets = torch.empty((9, 2, shape.num_layers, *row))
     store_kv_triton.store_kv_triton(cache[0], cache[0], slots, key, value)
     deviation_triton.cosine_deviation_triton(value, cache[0], slots)
     deviation_triton.squared_deviation_triton(value, cache[0], slots)
     shift_copy_triton.shift_copy_triton(
         cache, cache, hidden, received, slots, slots, slots, angles, angles
     )
+    add_offset_triton.add_offset_triton(cache, cache, offsets, slots, slots, slots, angles, angles)
     influence_triton.add_influence_triton(
         received, q, cache[0], lse, counts, indptr, counts, counts, shape.block_size, 0.1
     )

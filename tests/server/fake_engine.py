@@ -198,7 +198,7 @@ def _report(request: GenerateRequest) -> RelayReport:
         num_recomputed_tokens=1,
         num_computed_tokens=num_prompt_tokens - 8,
         recomputed_share=0.25,
-        segments=(SegmentReport(2, 8, "chatcmpl-0", 30, 1),),
+        segments=(SegmentReport(2, 8, "chatcmpl-0", 30, 1, "shift"),),
         runs=(
             PromptRun(RunKind.PREFIX, 0, 2),
             PromptRun(RunKind.RELAYED, 2, 7, RunSource("chatcmpl-0", 30)),

@@ -201,6 +201,8 @@ def test_a_session_brings_the_relay_object(client: AppClient, engine: FakeEngine
                 "source_request_id": "chatcmpl-0",
                 "source_start": 30,
                 "recomputed_tokens": 1,
+                "policy": "shift",
+                "why": None,
             }
         ],
         "runs": [

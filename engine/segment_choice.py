@@ -1,0 +1,94 @@
+"""Chooses segment by segment whether one is relayed, and under which policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaykv.engine.handoff_slots import HandoffKey, HandoffSlots, Verdict
+from relaykv.engine.policy import Placement, Policy
+from relaykv.engine.recording import RecordingStore, agent_class
+from relaykv.engine.request_state import Request
+from relaykv.engine.segment import Segment
+
+_NUM_GLUE_TOKENS = 16
+_OBSERVE = Verdict(None, True, "the policy computes everything")
+_FOR_ANOTHER = "computed because a segment behind it is due to be observed"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChoice:
+    """What is to happen to a segment."""
+
+    segment: Segment
+    policy: Policy | None  # that it is relayed under; None: it is computed
+    why: str | None = None
+    key: HandoffKey | None = None  # of a policy that learns
+    offset_index: int | None = None  # of the mean that corrects it
+    observe: bool = False  # how its KV differs from the recording's
+
+
+class SegmentChooser:
+    """Asks the table of hand-offs where a policy learns."""
+
+    def __init__(self, recordings: RecordingStore, handoffs: HandoffSlots | None) -> None:
+        """Without a table of hand-offs nothing is learned: every kind stays unknown."""
+        self._recordings = recordings
+        self._handoffs = handoffs
+
+    def choose(
+        self, request: Request, segments: Sequence[Segment], may_teach: bool
+    ) -> list[SegmentChoice]:
+        """Decides on the segments of a request, in order.
+
+        A segment teaches only behind exact KV, and only when its recording is exact: else means
+        of different things would be mixed. When one is due, those before it are computed with it.
+
+        Args:
+            segments: clipped to what is going to be relayed.
+            may_teach: whether the prefix hit in front of them is exact, and the request new.
+        """
+        policy = request.policy
+        if policy.placement is not Placement.LEARNED:
+            return [SegmentChoice(segment, policy) for segment in segments]
+        receiver = agent_class(request.spec.relay.agent_class, request.spec.prompt_token_ids)
+        keys = [self._key(request, segment, receiver) for segment in segments]
+        verdicts = [_OBSERVE if policy.observes else self._judge(key) for key in keys]
+        can_teach = [self._recordings[segment.recording_id].taint == 0 for segment in segments]
+        due = [i for i, v in enumerate(verdicts) if may_teach and v.is_due and can_teach[i]]
+        num_computed = due[-1] + 1 if due else 0
+        choices = []
+        for index, (segment, key, verdict) in enumerate(zip(segments, keys, verdicts, strict=True)):
+            if index < num_computed:
+                why = verdict.why if policy.observes else _FOR_ANOTHER
+                if index in due and not policy.observes:
+                    why = "computed because it is due to be observed"
+                choice = SegmentChoice(segment, None, why, key)
+            elif verdict.offset_index is not None:
+                warm = policy.warm or policy
+                choice = SegmentChoice(segment, warm, verdict.why, key, verdict.offset_index)
+            else:
+                choice = SegmentChoice(segment, policy.cold, verdict.why, key)
+            if choice.policy is not None:
+                may_teach = False
+            elif may_teach and can_teach[index]:
+                choice = SegmentChoice(segment, None, choice.why, key, observe=True)
+            choices.append(choice)
+        return choices
+
+    def count(self, choices: Sequence[SegmentChoice]) -> None:
+        """Takes in that a request with these choices is going to be served."""
+        for choice in choices:
+            if choice.key is not None and self._handoffs is not None:
+                self._handoffs.count(choice.key)
+
+    def _judge(self, key: HandoffKey) -> Verdict:
+        if self._handoffs is None:
+            return Verdict(None, False, "this engine learns nothing")
+        return self._handoffs.judge(key)
+
+    def _key(self, request: Request, segment: Segment, receiver: str) -> HandoffKey:
+        start = segment.start
+        glue = tuple(request.token_ids[max(start - _NUM_GLUE_TOKENS, 0) : start])
+        producer = self._recordings[segment.recording_id].agent_class
+        return HandoffKey(request.spec.tenant, receiver, glue, producer)

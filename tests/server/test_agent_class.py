@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import Any
+
+from relaykv.server.agent_class import agent_class
+from relaykv.server.protocol import ChatMessage
+
+
+def _messages(*pairs: tuple[str, str]) -> list[ChatMessage]:
+    return [ChatMessage.model_validate({"role": role, "content": text}) for role, text in pairs]
+
+
+def _tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def test_one_role_is_one_class_whatever_it_is_asked() -> None:
+    first = _messages(("system", "You review."), ("user", "Read this."), ("system", "Be brief."))
+    second = _messages(("system", "You review."), ("user", "And this."), ("assistant", "Fine."))
+    assert agent_class(first, []) == agent_class(second, []) != ""
+
+
+def test_other_instructions_or_other_tools_are_other_classes() -> None:
+    asked = ("user", "Read this.")
+    classes = {
+        agent_class(_messages(("system", "You review."), asked), []),
+        agent_class(_messages(("system", "You write."), asked), []),
+        agent_class(_messages(("system", "You review."), ("developer", "Now."), asked), []),
+        agent_class(_messages(("system", "You review."), asked), [_tool("search")]),
+        agent_class(_messages(("system", "You review."), asked), [_tool("fetch")]),
+        agent_class(_messages(asked), [_tool("fetch")]),
+    }
+    assert len(classes) == 6
+
+
+def test_the_order_of_a_tools_fields_says_nothing() -> None:
+    tool = _tool("search")
+    turned = {"function": dict(reversed(tool["function"].items())), "type": "function"}
+    asked = _messages(("user", "Read this."))
+    assert agent_class(asked, [tool]) == agent_class(asked, [turned])
+
+
+def test_with_neither_the_engine_is_left_to_tell() -> None:
+    assert agent_class(_messages(("user", "Read this."), ("system", "Late.")), []) == ""
