@@ -16,7 +16,7 @@ from torch import Tensor
 from relaykv.engine.assembly import EngineParts
 from relaykv.engine.fidelity_scores import Score, common_share, computed_share
 from relaykv.engine.handoff import Handoff, holds_answer
-from relaykv.engine.policy import Bands, find_policy
+from relaykv.engine.policy import Bands, Placement, find_policy
 from relaykv.engine.policy_reader import PolicyReader, Reading
 from relaykv.engine.producers import HandoffPrompts, Lengths, Producers, Progress, Prompt
 
@@ -55,12 +55,14 @@ class Fidelity:
         handoffs: Sequence[Handoff],
         policies: Sequence[str],
         lengths: FidelityLengths,
+        lessons: Sequence[Handoff] = (),
     ) -> None:
         """
         Args:
             parts: of the model, whose own cache size is not used.
             prompt: renders and tokenises, as the server would.
             policies: names, `full` not among them.
+            lessons: hand-offs that policies which learn have seen before the others; not scored.
 
         Raises:
             HandoffError: a hand-off is too long for the model.
@@ -68,7 +70,14 @@ class Fidelity:
         self._prompt = prompt
         self._lengths = lengths
         written = Lengths(lengths.producer, lengths.greedy)
-        self._producers = Producers(parts, prompt, handoffs, written, len(policies) + 1)
+        every = [*lessons, *handoffs]
+        self._producers = Producers(parts, prompt, every, written, len(policies) + 1)
+        self._lessons = {lesson.id for lesson in lessons}
+        self._teachers = {
+            name: "observe" if parts.policies[name].placement is Placement.LEARNED else name
+            for name in policies
+            if parts.policies[name].placement is not Placement.SHIFT
+        }
         self.core = self._producers.core
         self._reader = PolicyReader(self.core, policies, parts.relay.min_segment_tokens)
 
@@ -83,12 +92,17 @@ class Fidelity:
                 group, lambda written: on_progress(_DECODING_SHARE * written)
             )
             prompts = {each.handoff.id: self._consumer_prompt(each, texts) for each in group}
+            self._teach({name: ids for name, ids in prompts.items() if name in self._lessons})
+            prompts = {name: ids for name, ids in prompts.items() if name not in self._lessons}
             full = self._reader.read_full(prompts, self._lengths.greedy)
             for name in prompts:
                 self._reader.share(name)
             readings = self._reader.read(prompts, full)
             for each in group:
                 name = each.handoff.id
+                if name in self._lessons:
+                    on_progress(1.0 - _DECODING_SHARE)
+                    continue
                 result = None
                 if all(reading.num_matched for reading in readings[name].values()):
                     asked = _can_be_known(each, texts)
@@ -97,6 +111,12 @@ class Fidelity:
                 on_progress(1.0 - _DECODING_SHARE)
                 if result is not None:
                     yield result
+
+    def _teach(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        for name, ids in prompts.items():
+            self._reader.share(name)
+            self._reader.teach(name, ids, self._teachers)
+            self._reader.forget(name)
 
     def _consumer_prompt(self, prompts: HandoffPrompts, texts: dict[str, str]) -> tuple[int, ...]:
         consumer = prompts.handoff.consumer

@@ -39,6 +39,7 @@ class FidelityReport:
 
     subject: Subject
     num_handoffs: int  # that were tried; those that relayed something are in `scores`
+    num_lessons: int  # hand-offs that policies which learn saw before
     num_compared: int  # positions of each answer whose distributions were compared, at most
     num_greedy: int  # tokens of each answer, at most
     full: FullAnswers
@@ -102,9 +103,13 @@ def percent(share: float) -> str:
 def _title(report: FidelityReport) -> str:
     subject = report.subject
     matched = {score.case: score.num_matched_tokens for score in report.scores}
+    taught = ""
+    if report.num_lessons:
+        taught = f" Policies that learn had seen {report.num_lessons} others."
     return (
         f"{subject.model} ({subject.fingerprint}), {subject.dtype}: {report.num_relayed} of "
-        f"{report.num_handoffs} hand-offs could relay {sum(matched.values())} tokens.\n\n"
+        f"{report.num_handoffs} hand-offs could relay {sum(matched.values())} tokens."
+        f"{taught}\n\n"
         f"`{subject.command}`"
     )
 

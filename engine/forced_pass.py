@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from relaykv.engine.batch import RecomputeCount
 from relaykv.engine.forward_batch import ForwardBatch
 from relaykv.engine.forward_pass import ForwardPass
+from relaykv.engine.model_runner import ModelRunner
 from relaykv.kernels.attention import IntArray
 
 _CERTAIN = 1e4  # above every other logit; finite in every type
@@ -27,12 +30,17 @@ class ForcedPass:
         self._inner = inner
         self._forced: dict[str, Sequence[int]] = {}
         self._logits: dict[str, list[Tensor]] = {}
+        self._to_write: dict[str, deque[int]] = {}  # the tokens that are left
 
     def watch(self, request_id: str, forced: Sequence[int] | None = None) -> None:
         """Keeps the logits of a request to come, and makes it answer `forced`."""
         self._logits[request_id] = []
         if forced is not None:
             self._forced[request_id] = tuple(forced)
+
+    def force(self, request_id: str, forced: Sequence[int]) -> None:
+        """Makes a request to come answer `forced`, all of it, and keeps nothing."""
+        self._to_write[request_id] = deque(forced)
 
     def take(self, request_id: str) -> list[Tensor]:
         """What a watched request's tokens were chosen by, fp32 [vocab] each; forgets it."""
@@ -48,6 +56,12 @@ class ForcedPass:
         """As `ForwardPass.run`; the logits of forced requests are changed."""
         logits, counts = self._inner.run(batch, sampled_before, counts_influence)
         for row, request_id in enumerate(batch.sample_request_ids):
+            to_write = self._to_write.get(request_id)
+            if to_write is not None:
+                logits[row, to_write.popleft()] = logits[row].max() + _CERTAIN
+                if not to_write:
+                    del self._to_write[request_id]
+                continue
             kept = self._logits.get(request_id)
             if kept is None:
                 continue
@@ -57,3 +71,14 @@ class ForcedPass:
             if forced is not None:
                 logits[row, forced[place]] = logits[row].max() + _CERTAIN
         return logits, counts
+
+
+def forced_pass_of(runner: ModelRunner) -> ForcedPass:
+    """A runner's forward pass, changed to a forced one for good."""
+    current: object = runner.forward_pass
+    if isinstance(current, ForcedPass):
+        return current
+    forced = ForcedPass(runner.forward_pass)
+    # It takes the place of what the runner was built with, by the one method that it calls.
+    runner.forward_pass = cast(ForwardPass, forced)
+    return forced

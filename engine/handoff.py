@@ -5,7 +5,8 @@ A file of hand-offs is JSON Lines, one object a line:
     {"id": "...", "domain": "...", "producers": [{"system": "...", "user": "..."}],
      "consumer": {"system": "...", "user_template": "... {output_1} ..."}, "answer": "..."}
 
-`domain` may be missing. A `system` may be empty: then there is no system message. The template
+`domain` may be missing. A producer may have an `output`, which it writes instead of what the model
+would. A `system` may be empty: then there is no system message. The template
 holds `{output_1}`, `{output_2}` and so on once each, one for every producer. `answer`, if there is
 one, is what the consumer is asked for and can know from the producers alone.
 """
@@ -41,6 +42,7 @@ class Producer:
 
     system: str
     user: str
+    output: str | None = None  # that it writes, whatever the model would
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +190,12 @@ def parse_handoff(entry: Any) -> Handoff:
 
 
 def _producer(entry: Any, where: str) -> Producer:
-    fields = json_object(entry, where, ("system", "user"))
+    fields = json_object(entry, where, ("system", "user"), ("output",))
+    output = fields.get("output")
     return Producer(
         system=json_text(fields["system"], f"{where}: system", may_be_empty=True),
         user=json_text(fields["user"], f"{where}: user"),
+        output=None if output is None else json_text(output, f"{where}: output"),
     )
 
 

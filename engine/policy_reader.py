@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from relaykv.engine.core import EngineCore
-from relaykv.engine.forced_pass import ForcedPass
-from relaykv.engine.forward_pass import ForwardPass
+from relaykv.engine.forced_pass import forced_pass_of
 from relaykv.engine.producers import serve
 from relaykv.engine.recording import SessionKey
 from relaykv.engine.relay_report import RelayReport
@@ -52,9 +51,7 @@ class PolicyReader:
         self.policies = tuple(policies)
         self._core = core
         self._min_segment_tokens = min_segment_tokens
-        self._pass = ForcedPass(core.runner.forward_pass)
-        # It takes the place of what the runner was built with, by the one method that it calls.
-        core.runner.forward_pass = cast(ForwardPass, self._pass)
+        self._pass = forced_pass_of(core.runner)
 
     def share(self, session: str) -> None:
         """Lets every policy relay what producers have written in a session."""
@@ -127,6 +124,25 @@ class PolicyReader:
             num_matched = self._num_matched(found[session, policy], reading)
             by_session[session][policy] = replace(reading, num_matched=num_matched)
         return by_session
+
+    def teach(self, session: str, prompt: Sequence[int], teachers: Mapping[str, str]) -> None:
+        """Reads a prompt so that policies can learn from it.
+
+        Args:
+            teachers: by the name of a policy that learns, the one that serves the prompt for it.
+        """
+        one = SamplingParams(1, temperature=0.0)
+        requests = [
+            GenerateRequest(
+                f"{session}/{policy}/lesson",
+                tuple(prompt),
+                one,
+                RelayOptions(session, teacher, store=False),
+                tenant=policy,
+            )
+            for policy, teacher in teachers.items()
+        ]
+        serve(self._core, requests)
 
     def answer(self, session: str, prompt: Sequence[int], policy: str, num_tokens: int) -> str:
         """What a policy answers to a prompt that it has just read, greedily."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from relaykv.engine.assembly import EngineParts, build_core
 from relaykv.engine.config import CacheConfig
 from relaykv.engine.core import EngineCore
+from relaykv.engine.forced_pass import forced_pass_of
 from relaykv.engine.handoff import Handoff, HandoffError
 from relaykv.engine.request import GenerateRequest, RelayOptions, RequestOutput, SamplingParams
 
@@ -33,6 +34,7 @@ class HandoffPrompts:
 
     handoff: Handoff
     producers: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...] | None, ...]  # that they are to write; None: what they will
     num_consumer_tokens: int  # that the consumer's prompt and answer may take
     max_tokens: int  # of all its requests together
     max_request_tokens: int  # of its longest request
@@ -77,11 +79,13 @@ class Producers:
             HandoffError: a hand-off is too long for the model.
         """
         self._lengths = lengths
-        prepared = [_prepare(prompt, h, lengths, num_readers) for h in handoffs]
+        encode = parts.tokenizer.encode
+        prepared = [_prepare(prompt, encode, h, lengths, num_readers) for h in handoffs]
         for prompts in prepared:
             _check_length(prompts, parts.scheduler.max_model_len)
         self.groups = list(_groups(prepared))
         self.core = _small_core(parts, self.groups, num_readers)
+        self._forced = forced_pass_of(self.core.runner)
 
     def write(self, group: Sequence[HandoffPrompts], on_progress: Progress) -> dict[str, str]:
         """Lets the producers of a group write.
@@ -95,13 +99,18 @@ class Producers:
         requests = []
         shares: dict[str, float] = {}
         for prompts in group:
-            for request_id, ids in zip(prompts.request_ids, prompts.producers, strict=True):
+            for request_id, ids, output in zip(
+                prompts.request_ids, prompts.producers, prompts.outputs, strict=True
+            ):
+                num_tokens = self._lengths.producer if output is None else len(output)
                 request = GenerateRequest(
                     request_id,
                     ids,
-                    SamplingParams(self._lengths.producer, temperature=0.0),
+                    SamplingParams(num_tokens, temperature=0.0, ignore_eos=output is not None),
                     RelayOptions(session=prompts.handoff.id, policy="full"),
                 )
+                if output is not None:
+                    self._forced.force(request_id, output)
                 requests.append(request)
                 shares[request_id] = 1 / len(prompts.producers)
         outputs = serve(self.core, requests, shares, on_progress)
@@ -144,14 +153,25 @@ def serve(
     return outputs
 
 
-def _prepare(prompt: Prompt, handoff: Handoff, lengths: Lengths, readers: int) -> HandoffPrompts:
+def _prepare(
+    prompt: Prompt,
+    encode: Callable[[str], Sequence[int]],
+    handoff: Handoff,
+    lengths: Lengths,
+    readers: int,
+) -> HandoffPrompts:
     producers = tuple(tuple(prompt(p.system, p.user)) for p in handoff.producers)
+    outputs = tuple(
+        None if p.output is None else tuple(encode(p.output)) for p in handoff.producers
+    )
+    longest = [lengths.producer if output is None else len(output) for output in outputs]
     nothing = handoff.consumer.user([""] * len(producers))
-    read = math.ceil(READ_MORE * lengths.producer) * len(producers)
+    read = sum(math.ceil(READ_MORE * num_tokens) for num_tokens in longest)
     consumer = len(prompt(handoff.consumer.system, nothing)) + read + lengths.consumer
-    written = [len(ids) + lengths.producer for ids in producers]
+    written = [len(ids) + length for ids, length in zip(producers, longest, strict=True)]
+    num_tokens = sum(written) + readers * consumer
     return HandoffPrompts(
-        handoff, producers, consumer, sum(written) + readers * consumer, max(*written, consumer)
+        handoff, producers, outputs, consumer, num_tokens, max(*written, consumer)
     )
 
 

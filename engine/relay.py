@@ -11,6 +11,7 @@ from torch import Tensor
 
 from relaykv.engine.batch import RelayCopy
 from relaykv.engine.kv_cache import KVCache
+from relaykv.engine.offset_memory import OFFSET_SCALE
 from relaykv.kernels.kernel_set import AddOffset, ShiftCopy
 from relaykv.kernels.staging import Staging
 
@@ -26,7 +27,7 @@ def relay(
 ) -> None:
     """Copies all layers of K, V, the hidden states and the influence of segments, all at once.
 
-    Where a copy names an offset, that is then added to its keys and values.
+    Where a copy names an offset, most of that is then added to its keys and values.
 
     Args:
         offsets: fp32 [N, 2, L, Hkv, D], of keys in a segment that starts at position 0, and of
@@ -47,7 +48,7 @@ def relay(
     brought = staging.upload(arrays)
     shift_copy(cache.k, cache.v, cache.hidden, cache.influence, *brought[:5])
     if corrected:
-        add_offset(cache.k, cache.v, offsets, *brought[5:])
+        add_offset(cache.k, cache.v, offsets, *brought[5:], scale=OFFSET_SCALE)
 
 
 def _targets(cache: KVCache, copies: Sequence[RelayCopy]) -> list[NDArray[Any]]:

@@ -16,8 +16,9 @@ def add_offset(
     segment: Tensor,
     cos: Tensor,
     sin: Tensor,
+    scale: float,
 ) -> None:
-    """Adds `offsets[index[segment[i]]]` to slot `target[i]` in every layer, in place.
+    """Adds `scale * offsets[index[segment[i]]]` to slot `target[i]` in every layer, in place.
 
     Offsets of keys are those at a segment's start, position 0, and are rotated to where the
     segment starts. The arithmetic is fp32 and cast once.
@@ -29,8 +30,9 @@ def add_offset(
         target: int64 [n] slots, all different.
         segment: int64 [n], the segment of a token.
         cos, sin: fp32 [segments, r / 2], of the angles of the segments' starts, r <= D.
+        scale: how much of the offsets is added.
     """
-    chosen = offsets.index_select(0, index)  # [segments, 2, L, Hkv, D]
+    chosen = scale * offsets.index_select(0, index)  # [segments, 2, L, Hkv, D]
     key_offsets = chosen[:, 0].transpose(0, 1)  # [L, segments, Hkv, D]
     for cache, offset in (
         (k, apply_rope(key_offsets, cos, sin)),

@@ -20,6 +20,7 @@ def _add_offset(
     sin: tl.tensor,
     layer_stride: tl.tensor,
     num_layers: tl.tensor,
+    scale: tl.tensor,
     NUM_HEADS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
@@ -48,8 +49,8 @@ def _add_offset(
     places = heads[:, None] * HEAD_DIM + angles[None, :]  # [heads, r / 2]
     mask = is_head[:, None] & is_angle[None, :]
     dtype = k.dtype.element_ty
-    first = tl.load(offsets + key_start + places, mask=mask, other=0.0)
-    second = tl.load(offsets + key_start + HALF + places, mask=mask, other=0.0)
+    first = scale * tl.load(offsets + key_start + places, mask=mask, other=0.0)
+    second = scale * tl.load(offsets + key_start + HALF + places, mask=mask, other=0.0)
     key = tl.load(k + row_start + places, mask=mask, other=0.0).to(tl.float32)
     added = key + (first * cosines - second * sines)
     tl.store(k + row_start + places, added.to(dtype), mask=mask)
@@ -62,13 +63,13 @@ def _add_offset(
         places = heads[:, None] * HEAD_DIM + rest[None, :]
         mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
         key = tl.load(k + row_start + places, mask=mask, other=0.0).to(tl.float32)
-        added = key + tl.load(offsets + key_start + places, mask=mask, other=0.0)
+        added = key + scale * tl.load(offsets + key_start + places, mask=mask, other=0.0)
         tl.store(k + row_start + places, added.to(dtype), mask=mask)
 
     elements = tl.arange(0, ROW_PADDED)
     mask = elements < row_size
     value = tl.load(v + row_start + elements, mask=mask, other=0.0).to(tl.float32)
-    added = value + tl.load(offsets + value_start + elements, mask=mask, other=0.0)
+    added = value + scale * tl.load(offsets + value_start + elements, mask=mask, other=0.0)
     tl.store(v + row_start + elements, added.to(dtype), mask=mask)
 
 
@@ -81,8 +82,9 @@ def add_offset_triton(
     segment: Tensor,
     cos: Tensor,
     sin: Tensor,
+    scale: float,
 ) -> None:
-    """Adds `offsets[index[segment[i]]]` to slot `target[i]`; see `add_offset.add_offset`.
+    """Adds `scale * offsets[index[segment[i]]]` to slot `target[i]`; see `add_offset.add_offset`.
 
     Multiplications and additions are not fused, so it rounds as plain torch does.
 
@@ -93,6 +95,7 @@ def add_offset_triton(
         target: int64 [n] slots, all different.
         segment: int64 [n], the segment of a token.
         cos, sin: fp32 [segments, r / 2], contiguous, 0 < r <= D.
+        scale: how much of the offsets is added.
     """
     num_layers, _, num_kv_heads, head_dim = k.shape
     half = cos.shape[1]
@@ -107,6 +110,7 @@ def add_offset_triton(
         sin,
         k.stride(0),
         num_layers,
+        scale,
         NUM_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HALF=half,

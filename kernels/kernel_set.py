@@ -48,6 +48,7 @@ class AddOffset(Protocol):
         segment: Tensor,
         cos: Tensor,
         sin: Tensor,
+        scale: float,
     ) -> None: ...
 
 

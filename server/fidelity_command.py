@@ -38,6 +38,12 @@ def add_fidelity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "that is turned round turns the answer (default: %(default)s)",
     )
     fidelity.add_argument(
+        "--learn",
+        type=Path,
+        metavar="FILE",
+        help="hand-offs that policies which learn have seen before; for the test handoffs",
+    )
+    fidelity.add_argument(
         "--policies",
         type=_names,
         metavar="NAME,NAME",

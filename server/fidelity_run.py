@@ -96,6 +96,10 @@ def _run_handoffs(options: argparse.Namespace) -> Outcome:
     if options.answer_tokens > options.greedy_tokens:
         raise ValueError("--answer-tokens cannot be more than --greedy-tokens")
     handoffs = _handoffs(options.handoffs)[: options.limit]
+    lessons = [] if options.learn is None else read_handoffs(options.learn)
+    repeated = {lesson.id for lesson in lessons} & {handoff.id for handoff in handoffs}
+    if repeated:
+        raise ValueError(f"'{min(repeated)}' is to be learned from and to be measured")
     # Imported here, as in the functions below: --help never needs torch.
     from relaykv.engine.assembly import prepare
     from relaykv.engine.fidelity import Fidelity, FidelityLengths, choose_policies
@@ -104,12 +108,14 @@ def _run_handoffs(options: argparse.Namespace) -> Outcome:
     parts, policies = choose_policies(parts, options.policies, options.bands)
     prompt = prompt_of(HuggingFaceTemplate.from_folder(parts.folder), parts.tokenizer)
     lengths = FidelityLengths(options.tokens, options.answer_tokens, options.greedy_tokens)
-    fidelity = Fidelity(parts, prompt, handoffs, policies, lengths)
-    results = with_progress(fidelity.measure, f"reading {parts.card.name}", len(handoffs))
+    fidelity = Fidelity(parts, prompt, handoffs, policies, lengths, lessons)
+    total = len(lessons) + len(handoffs)
+    results = with_progress(fidelity.measure, f"reading {parts.card.name}", total)
     scores: list[Score] = _found([score for result in results for score in result.scores])
     report = FidelityReport(
         subject=_subject(parts, options, policies),
         num_handoffs=len(handoffs),
+        num_lessons=len(lessons),
         num_compared=options.answer_tokens,
         num_greedy=options.greedy_tokens,
         full=full_answers([result.right for result in results]),

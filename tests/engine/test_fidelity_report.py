@@ -34,6 +34,7 @@ def report() -> FidelityReport:
     return FidelityReport(
         Subject("tiny", "abc", "float32", "relaykv fidelity --model tiny"),
         3,
+        0,
         32,
         64,
         FullAnswers(1, 1),

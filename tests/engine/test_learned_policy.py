@@ -14,6 +14,7 @@ from torch import Tensor
 from relaykv.engine import handoff_slots
 from relaykv.engine.batch import Observation, PendingErrors
 from relaykv.engine.core import EngineCore
+from relaykv.engine.offset_memory import OFFSET_SCALE
 from relaykv.engine.recording import Recording
 from relaykv.kernels.rope import cos_sin, rotate_keys
 from relaykv.kernels.staging import Staging
@@ -77,7 +78,7 @@ def test_the_first_four_are_computed_and_the_fifth_is_corrected_by_their_mean() 
         old_k, old_v = kept(core, f"w{number}", 40, NUM_TEXT_TOKENS - 1)
         lack_k = turned(new_k, -segment_start) - turned(old_k, -40)
         lacks.append(torch.stack((lack_k.mean(1), (new_v - old_v).mean(1))))
-    mean = torch.stack(lacks).mean(0)  # [2, L, Hkv, D]
+    added = OFFSET_SCALE * torch.stack(lacks).mean(0)  # [2, L, Hkv, D]
 
     result = hand_off(core, 4, "learned")
 
@@ -90,9 +91,9 @@ def test_the_first_four_are_computed_and_the_fifth_is_corrected_by_their_mean() 
     old_k, old_v = kept(core, "w4", rest, num_rest)
     new_k, new_v = kept(core, "r4", segment.start + NUM_FIRST, num_rest)
     shift = segment.start - segment.source_start
-    expected_k = turned(old_k, shift) + turned(mean[0][:, None], segment.start)
+    expected_k = turned(old_k, shift) + turned(added[0][:, None], segment.start)
     torch.testing.assert_close(new_k, expected_k, rtol=0, atol=2e-5)
-    torch.testing.assert_close(new_v, old_v + mean[1][:, None], rtol=0, atol=2e-5)
+    torch.testing.assert_close(new_v, old_v + added[1][:, None], rtol=0, atol=2e-5)
 
 
 def test_a_mean_that_leaves_too_much_is_refused_and_the_response_says_so() -> None:

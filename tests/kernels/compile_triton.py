@@ -161,7 +161,9 @@ def call_wrappers(shape: Shape, dtype: torch.dtype) -> None:
     shift_copy_triton.shift_copy_triton(
         cache, cache, hidden, received, slots, slots, slots, angles, angles
     )
-    add_offset_triton.add_offset_triton(cache, cache, offsets, slots, slots, slots, angles, angles)
+    add_offset_triton.add_offset_triton(
+        cache, cache, offsets, slots, slots, slots, angles, angles, 0.5
+    )
     influence_triton.add_influence_triton(
         received, q, cache[0], lse, counts, indptr, counts, counts, shape.block_size, 0.1
     )

@@ -27,10 +27,10 @@ def test_it_equals_a_naive_loop_over_tokens_and_layers(
         number = token % 2
         keys, values = offsets[index[number]]
         for layer in range(3):
-            turned = rotate_keys(keys[None, layer], cos[number], sin[number])[0]
+            turned = rotate_keys(0.5 * keys[None, layer], cos[number], sin[number])[0]
             expected[0][layer, slot] = (k[layer, slot].float() + turned).to(dtype)
-            expected[1][layer, slot] = (v[layer, slot].float() + values[layer]).to(dtype)
-    add_offset(k, v, offsets, index, target, segment, cos, sin)
+            expected[1][layer, slot] = (v[layer, slot].float() + 0.5 * values[layer]).to(dtype)
+    add_offset(k, v, offsets, index, target, segment, cos, sin, 0.5)
     assert torch.equal(k, expected[0])
     assert torch.equal(v, expected[1])
 
@@ -52,6 +52,7 @@ def test_an_offset_means_the_same_wherever_the_segment_stands() -> None:
             torch.arange(6),
             torch.zeros(6, dtype=torch.int64),
             *turn,
+            1.0,
         )
         expected = apply_rope(raw[0] + lack[0, 0], *cos_sin(inv_freq, torch.full((6,), start)))
         torch.testing.assert_close(k[0], expected, rtol=0, atol=2e-6)
