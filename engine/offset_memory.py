@@ -22,8 +22,8 @@ from relaykv.kernels.readback import start_readback
 from relaykv.kernels.segment_offset import segment_offset
 from relaykv.kernels.staging import Staging
 
-# How much of a mean is added. A token's own offset is only partly the mean one; on hand-offs of six
-# pipelines, each left out of its mean, 0.7 to 0.85 left the least divergence (benchmarks/RESULTS.md).
+# How much of a mean is added. A token's own offset is only partly the mean one: on hand-offs of six
+# pipelines, each left out of its mean, 0.7 to 0.85 gave the least divergence (RESULTS.md).
 OFFSET_SCALE = 0.8
 
 

@@ -48,7 +48,8 @@ def relay(
     brought = staging.upload(arrays)
     shift_copy(cache.k, cache.v, cache.hidden, cache.influence, *brought[:5])
     if corrected:
-        add_offset(cache.k, cache.v, offsets, *brought[5:], scale=OFFSET_SCALE)
+        index, target, segment, cos, sin = brought[5:]
+        add_offset(cache.k, cache.v, offsets, index, target, segment, cos, sin, OFFSET_SCALE)
 
 
 def _targets(cache: KVCache, copies: Sequence[RelayCopy]) -> list[NDArray[Any]]:
