@@ -48,8 +48,8 @@ def relay(
     brought = staging.upload(arrays)
     shift_copy(cache.k, cache.v, cache.hidden, cache.influence, *brought[:5])
     if corrected:
-        index, target, segment, cos, sin = brought[5:]
-        add_offset(cache.k, cache.v, offsets, index, target, segment, cos, sin, OFFSET_SCALE)
+        number, target, segment, cos, sin = brought[5:]
+        add_offset(cache.k, cache.v, offsets, number, target, segment, cos, sin, OFFSET_SCALE)
 
 
 def _targets(cache: KVCache, copies: Sequence[RelayCopy]) -> list[NDArray[Any]]:
