@@ -9,7 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from relaykv.kernels.activation import silu_and_mul
+from relaykv.kernels.add_anchored import add_anchored
 from relaykv.kernels.add_offset import add_offset
+from relaykv.kernels.anchor_distance import anchor_distance
 from relaykv.kernels.deviation import cosine_deviation, squared_deviation
 from relaykv.kernels.influence import add_influence
 from relaykv.kernels.rms_norm import add_rms_norm, rms_norm
@@ -52,6 +54,22 @@ class AddOffset(Protocol):
     ) -> None: ...
 
 
+class AddAnchored(Protocol):
+    """See `add_anchored.add_anchored`."""
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        weights: Tensor,
+        target: Tensor,
+        segment: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None: ...
+
+
 class AddInfluence(Protocol):
     """See `influence.add_influence`."""
 
@@ -84,6 +102,8 @@ class KernelSet:
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     shift_copy: ShiftCopy
     add_offset: AddOffset
+    anchor_distance: Callable[[Tensor, Tensor, Tensor], Tensor]
+    add_anchored: AddAnchored
     cosine_deviation: Callable[[Tensor, Tensor, Tensor], Tensor]
     squared_deviation: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_influence: AddInfluence
@@ -99,6 +119,8 @@ def torch_kernels() -> KernelSet:
         store_kv=store_kv,
         shift_copy=shift_copy,
         add_offset=add_offset,
+        anchor_distance=anchor_distance,
+        add_anchored=add_anchored,
         cosine_deviation=cosine_deviation,
         squared_deviation=squared_deviation,
         add_influence=add_influence,
@@ -112,7 +134,9 @@ def cuda_kernels() -> KernelSet:
         ModuleNotFoundError: Triton or FlashInfer is not installed.
     """
     from relaykv.kernels.activation_flashinfer import load_silu_and_mul
+    from relaykv.kernels.add_anchored_triton import add_anchored_triton
     from relaykv.kernels.add_offset_triton import add_offset_triton
+    from relaykv.kernels.anchor_distance_triton import anchor_distance_triton
     from relaykv.kernels.deviation_triton import cosine_deviation_triton, squared_deviation_triton
     from relaykv.kernels.influence_triton import add_influence_triton
     from relaykv.kernels.rms_norm_flashinfer import FlashInferNorms
@@ -128,6 +152,8 @@ def cuda_kernels() -> KernelSet:
         store_kv=store_kv_triton,
         shift_copy=shift_copy_triton,
         add_offset=add_offset_triton,
+        anchor_distance=anchor_distance_triton,
+        add_anchored=add_anchored_triton,
         cosine_deviation=cosine_deviation_triton,
         squared_deviation=squared_deviation_triton,
         add_influence=add_influence_triton,

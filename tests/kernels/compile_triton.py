@@ -23,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from relaykv.kernels import (
+    add_anchored_triton,
     add_offset_triton,
+    anchor_distance_triton,
     deviation_triton,
     influence_triton,
     shift_copy_triton,
@@ -128,6 +130,9 @@ def recorded() -> Iterator[list[Launch]]:
         shift_copy_triton._shift_copy_kv,
         shift_copy_triton._copy_hidden,
         add_offset_triton._add_offset,
+        anchor_distance_triton._anchor_distance,
+        add_anchored_triton._add_anchored_keys,
+        add_anchored_triton._add_anchored_plain,
         influence_triton._add_influence,
     ]
     for kernel in kernels:
@@ -154,6 +159,8 @@ def call_wrappers(shape: Shape, dtype: torch.dtype) -> None:
         lse = torch.empty((5, shape.num_heads))
         counts = torch.empty(5, dtype=torch.int32)
         indptr = torch.empty(6, dtype=torch.int32)
+        anchors = torch.empty((5, 20), dtype=torch.int64)
+        weights = torch.empty((5, 20))
         offsets = torch.empty((9, 2, shape.num_layers, *row))
     store_kv_triton.store_kv_triton(cache[0], cache[0], slots, key, value)
     deviation_triton.cosine_deviation_triton(value, cache[0], slots)
@@ -163,6 +170,10 @@ def call_wrappers(shape: Shape, dtype: torch.dtype) -> None:
     )
     add_offset_triton.add_offset_triton(
         cache, cache, offsets, slots, slots, slots, angles, angles, 0.5
+    )
+    anchor_distance_triton.anchor_distance_triton(cache, slots, anchors)
+    add_anchored_triton.add_anchored_triton(
+        cache, cache, anchors, weights, slots, slots, angles, angles
     )
     influence_triton.add_influence_triton(
         received, q, cache[0], lse, counts, indptr, counts, counts, shape.block_size, 0.1

@@ -40,8 +40,9 @@ def test_every_kernel_compiles_for_every_device_within_its_memory(tmp_path: Path
         assert one["shared_bytes"] <= MAX_SHARED_BYTES[one["capability"]], one
         assert one["spill_bytes"] == 0, one
         assert 0 < one["num_registers"] <= MAX_REGISTERS, one
-    # store, two deviations, two parts of a shift copy, an offset, influence; two types and shapes
-    assert len(compiled) == 7 * 2 * 2 * len(MAX_SHARED_BYTES)
+    # store, two deviations, two parts of a shift copy, an offset, distances, anchors' keys and
+    # values, influence; in two shapes, in the odd one also keys' ends; two types
+    assert len(compiled) == (2 * 10 + 1) * 2 * len(MAX_SHARED_BYTES)
     kernels = Path(__file__).parents[2] / "kernels"
     sources = "".join(path.read_text(encoding="utf-8") for path in kernels.glob("*_triton.py"))
     assert len({one["kernel"] for one in compiled}) == sources.count("@triton.jit")
