@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relaykv.engine.anchor_gate import AnchorGate
+from relaykv.engine.anchor_pools import Anchor
 from relaykv.engine.batch import RelayCopy
 from relaykv.engine.block_pool import Block, BlockPool
 from relaykv.engine.handoff_slots import HandoffSlots
@@ -22,7 +24,12 @@ class _Source:
 
     choice: SegmentChoice
     recording: Recording
-    blocks: tuple[Block, ...]  # that hold it and are held for it; none where nothing is read
+    # That hold it, then those of its anchors; held for it. None where nothing is read.
+    blocks: tuple[Block, ...]
+
+    @property
+    def _anchors(self) -> tuple[Anchor, ...]:
+        return () if self.choice.verdict is None else self.choice.verdict.anchors
 
     def copy(self, block_ids: tuple[int, ...]) -> RelayCopy:
         """Its way into a request's own blocks."""
@@ -34,6 +41,7 @@ class _Source:
             start=segment.start,
             num_tokens=segment.num_tokens,
             offset_index=self.choice.offset_index,
+            anchors=tuple(anchor.place for anchor in self._anchors),
         )
 
     def report(self) -> SegmentSource:
@@ -59,22 +67,29 @@ class Admission:
         block_size: int,
         min_segment_tokens: int,
         handoffs: HandoffSlots | None = None,
+        anchors: AnchorGate | None = None,
     ) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._recordings = recordings
         self._block_size = block_size
         self._min_segment_tokens = min_segment_tokens
-        self._chooser = SegmentChooser(recordings, handoffs)
+        self._anchors = anchors
+        self._chooser = SegmentChooser(recordings, handoffs, anchors)
 
     def make_room(self, num_blocks: int) -> bool:
-        """Evicts recordings if that makes `num_blocks` blocks idle; says whether they are."""
+        """Evicts recordings, then anchors, if that makes `num_blocks` blocks idle.
+
+        Returns whether they are.
+        """
         if self._pool.num_idle >= num_blocks:
             return True
         counts = self._pool.counts()
         if self._pool.num_blocks - counts.used < num_blocks:
             return False  # running requests hold too much; evicting would only do harm
-        return self._recordings.evict_until(num_blocks)
+        if self._recordings.evict_until(num_blocks):
+            return True
+        return self._anchors is not None and self._anchors.pools.evict_until(num_blocks)
 
     def admit(self, request: Request) -> list[RelayCopy] | None:
         """Plans a request and claims the blocks of all its present tokens.
@@ -151,6 +166,8 @@ class Admission:
             recording = self._recordings[segment.recording_id]
             if choice.policy is not None or choice.observe:
                 blocks = self._covering(recording.blocks, segment.source_start, segment.num_tokens)
+                if choice.verdict is not None:
+                    blocks += tuple(b for anchor in choice.verdict.anchors for b in anchor.blocks)
                 self._pool.hold(blocks)
             sources.append(_Source(choice, recording, blocks))
         return sources
@@ -189,7 +206,11 @@ class Admission:
             key = source.choice.key
             if source.choice.observe and key is not None:
                 copy = source.copy(block_ids)
-                request.observations.append(HeldObservation(key, copy, source.blocks))
+                token_ids = None
+                if source.choice.verdict is not None:
+                    token_ids = tuple(request.token_ids[copy.start : copy.start + copy.num_tokens])
+                held = HeldObservation(key, copy, source.blocks, token_ids)
+                request.observations.append(held)
         if request.first_plan is None:
             self._chooser.count([source.choice for source in sources])
             computed = [source for source in sources if source.choice.policy is None]

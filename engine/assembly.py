@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from relaykv.engine.admission import Admission
+from relaykv.engine.anchor_gate import AnchorGate
+from relaykv.engine.anchor_pools import AnchorPools
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import ModelCard
 from relaykv.engine.config import (
@@ -111,6 +113,7 @@ def prepare(options: EngineOptions) -> EngineParts:
         ),
         relay=RelayConfig(
             default_policy=options.relay_policy,
+            anchor_share=options.anchor_share,
             num_offsets=options.learned_memory_bytes // OffsetMemory.bytes_per_mean(model.config),
         ),
         device=config,
@@ -155,8 +158,19 @@ def build_core(
     relay = parts.relay
     recordings = RecordingStore(pool, relay.min_segment_tokens)
     handoffs = HandoffSlots(relay.num_offsets) if relay.num_offsets >= NUM_LEVELS else None
+    anchors = gate = None
+    if relay.anchor_share:
+        max_blocks = int(relay.anchor_share * cache_config.num_blocks)
+        anchors = AnchorPools(pool, recordings, cache_config.block_size, max_blocks)
+        gate = AnchorGate(anchors, runner, relay.anchor_entropy, relay.min_anchors)
     admission = Admission(
-        pool, prefix_cache, recordings, cache_config.block_size, relay.min_segment_tokens, handoffs
+        pool,
+        prefix_cache,
+        recordings,
+        cache_config.block_size,
+        relay.min_segment_tokens,
+        handoffs,
+        gate,
     )
     scheduler = Scheduler(
         parts.scheduler,
@@ -180,7 +194,8 @@ def build_core(
         bytes_per_block=cache_config.block_size
         * KVCache.bytes_per_token(config, parts.model.dtype),
         overlap=parts.device.overlap,
-        lessons=None if handoffs is None else HandoffLessons(scheduler, handoffs, runner),
+        lessons=HandoffLessons(scheduler, runner, handoffs, anchors),
+        anchors=anchors,
     )
 
 

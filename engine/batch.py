@@ -44,6 +44,25 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class AnchorPlace:
+    """Where an anchor stands in the cache: a text's values, and an offset for every token of it."""
+
+    base_block_ids: tuple[int, ...]
+    base_start: int  # position of the first token in the base's blocks
+    offset_block_ids: tuple[int, ...]  # filled from their start
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorQuery:
+    """A recorded segment whose distances from anchors are asked for."""
+
+    source_block_ids: tuple[int, ...]  # of the recording, in sequence order
+    source_start: int  # position in the recording
+    num_tokens: int
+    anchors: tuple[AnchorPlace, ...]  # none shorter than the segment
+
+
+@dataclass(frozen=True, slots=True)
 class RelayCopy:
     """KV to be brought from a recording's slots into a request's own, keys turned by `shift`."""
 
@@ -53,6 +72,7 @@ class RelayCopy:
     start: int  # position in the prompt
     num_tokens: int
     offset_index: int | None = None  # of what is added to it all; None: nothing is
+    anchors: tuple[AnchorPlace, ...] = ()  # whose offsets are added, weighted token by token
 
     @property
     def shift(self) -> int:
@@ -87,6 +107,14 @@ class HoldoutError:
 
     keys: float
     values: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorRecord:
+    """A computed segment that becomes an anchor."""
+
+    copy: RelayCopy  # from its recording to where it was computed; nothing is copied
+    place: AnchorPlace
 
 
 class PendingErrors(Protocol):

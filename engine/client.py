@@ -61,6 +61,9 @@ class EngineStats:
     num_total_blocks: int
     num_preemptions: int
     num_aborts: int
+    num_anchors: int = 0  # of the policy kvcomm
+    num_anchor_bytes: int = 0  # of the blocks that they hold, which count as recorded
+    num_refused_anchors: int = 0  # that there was no room for
 
 
 class EngineClient(Protocol):

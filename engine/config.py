@@ -71,6 +71,9 @@ class RelayConfig:
 
     default_policy: str = "relay"  # for requests that name a session and no policy
     min_segment_tokens: int = 32  # shorter matches are computed, not relayed
+    anchor_share: float = 0.25  # of the KV cache's blocks that anchors of hand-offs may hold
+    anchor_entropy: float = 0.3  # gamma of KVCOMM's gate, see anchor_pools.judge_anchors
+    min_anchors: int = 5  # that correct a segment; fewer do more harm than good
     num_offsets: int = 0  # keys of recurring hand-offs that are learned at the same time; 0: none
 
 

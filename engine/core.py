@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from relaykv.engine.anchor_pools import AnchorPools
 from relaykv.engine.answer import Answer
 from relaykv.engine.batch import ModelRunnerOutput, PendingStep, SampledToken, ScheduledBatch
 from relaykv.engine.block_pool import BlockPool
@@ -68,6 +69,7 @@ class EngineCore:
         bytes_per_block: int,
         overlap: bool = False,
         lessons: HandoffLessons | None = None,
+        anchors: AnchorPools | None = None,
     ) -> None:
         """With `overlap` one step is scheduled ahead; that pays where launching does not block."""
         self.runner = runner
@@ -85,6 +87,7 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._num_aborts = 0
         self._lessons = lessons
+        self._anchors = anchors
 
     @property
     def has_work(self) -> bool:
@@ -178,7 +181,7 @@ class EngineCore:
         return self.recordings.delete_session(SessionKey(tenant, session))
 
     def stats(self) -> EngineStats:
-        blocks = self.pool.counts()
+        blocks, anchors = self.pool.counts(), self._anchors
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -189,6 +192,9 @@ class EngineCore:
             num_total_blocks=self.pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
             num_aborts=self._num_aborts,
+            num_anchors=0 if anchors is None else anchors.num_anchors,
+            num_anchor_bytes=0 if anchors is None else anchors.num_blocks * self._bytes_per_block,
+            num_refused_anchors=0 if anchors is None else anchors.num_refused,
         )
 
     def _policy_of(self, spec: GenerateRequest) -> Policy:

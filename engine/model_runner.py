@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from relaykv.engine.anchor_offsets import add_anchors, anchor_distances, store_anchors
 from relaykv.engine.batch import (
+    AnchorQuery,
+    AnchorRecord,
     ModelRunnerOutput,
     Observation,
     PendingErrors,
@@ -125,6 +128,20 @@ class ModelRunner:
             kernels.shift_copy,
             kernels.add_offset,
         )
+
+        anchored = [copy for copy in copies if copy.anchors]
+        if anchored:
+            add_anchors(self.cache, anchored, self._inv_freq, self.staging, kernels)
+
+    @torch.inference_mode()
+    def anchor_distances(self, queries: Sequence[AnchorQuery]) -> list[list[float]]:
+        """How far recorded segments lie from their anchors. Waits for all that was launched."""
+        return anchor_distances(self.cache, queries, self.staging, self._model.kernels)
+
+    @torch.inference_mode()
+    def store_anchors(self, records: Sequence[AnchorRecord]) -> None:
+        """Writes what computed segments have more than their recordings. Does not wait."""
+        store_anchors(self.cache, records, self._inv_freq, self.staging)
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> PendingErrors:

@@ -19,6 +19,7 @@ class EngineOptions:
     max_num_requests: int = 32  # running at the same time
     relay_policy: str = "relay"  # for requests that name a session and no policy
     learned_memory_bytes: int = 64 << 20  # for what recurring hand-offs have in common; 0: nothing
+    anchor_share: float = 0.25  # of the KV cache, for the anchors of the policy kvcomm; 0: none
     profile: str | None = None  # file with the model's relay bands; None: the shipped one
     num_threads: int | None = None  # None: torch decides
     # On a GPU only:

@@ -19,6 +19,7 @@ class Placement(enum.Enum):
 
     SHIFT = "shift"  # its recorded KV, keys turned to their new position
     LEARNED = "learned"  # and what hand-offs of the kind have lacked on average (handoff_slots.py)
+    ANCHORS = "anchors"  # and what texts like it have lacked in its place (anchor_pools.py)
 
 
 class Deviation(enum.Enum):
@@ -147,6 +148,8 @@ def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy
                 expected_share=0.2,
             ),
         ),
+        # KVCOMM (arXiv 2510.12872), with a gate for each segment and not one for all of a prompt.
+        Policy("kvcomm", True, placement=Placement.ANCHORS),
         learned,
         Policy("auto", True, *first_16, Placement.LEARNED, warm=learned, cold=epic),
         # Exact. What it learns, `learned` and `auto` use.

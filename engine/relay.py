@@ -39,12 +39,12 @@ def relay(
         return
     source = [cache.flat_slots(c.source_block_ids, c.source_start, c.num_tokens) for c in copies]
     shifts = [copy.shift for copy in copies]
-    arrays = [np.concatenate(source), *_targets(cache, copies), *_turns(shifts, inv_freq)]
+    arrays = [np.concatenate(source), *_targets(cache, copies), *turns(shifts, inv_freq)]
     corrected = [copy for copy in copies if copy.offset_index is not None]
     if corrected:
         starts = [copy.start for copy in corrected]
         index = np.array([copy.offset_index for copy in corrected], dtype=np.int64)
-        arrays += [index, *_targets(cache, corrected), *_turns(starts, inv_freq)]
+        arrays += [index, *_targets(cache, corrected), *turns(starts, inv_freq)]
     brought = staging.upload(arrays)
     shift_copy(cache.k, cache.v, cache.hidden, cache.influence, *brought[:5])
     if corrected:
@@ -59,7 +59,7 @@ def _targets(cache: KVCache, copies: Sequence[RelayCopy]) -> list[NDArray[Any]]:
     return [np.concatenate(slots), segment]
 
 
-def _turns(positions: Sequence[int], inv_freq: NDArray[np.float64]) -> list[NDArray[Any]]:
+def turns(positions: Sequence[int], inv_freq: NDArray[np.float64]) -> list[NDArray[Any]]:
     """Cosines and sines of the angles by which keys turn over so many positions."""
     angles = np.array(positions)[:, None] * inv_freq
     return [f(angles).astype(np.float32) for f in (np.cos, np.sin)]

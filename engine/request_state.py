@@ -47,7 +47,8 @@ class HeldObservation:
 
     key: HandoffKey
     copy: RelayCopy
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # those of its recording first
+    anchor_token_ids: tuple[int, ...] | None = None  # when it becomes an anchor; None: it teaches
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ launch already settles, and `update` takes in the rest when the result is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from relaykv.engine.admission import Admission
@@ -162,14 +162,14 @@ class Scheduler:
                     request.token_ids.append(token.token_id)
 
     def take_observations(self) -> list[HeldObservation]:
-        """What there is to learn from segments whose KV is complete.
-
-        Lets go of their blocks, so their launch must be the next thing that the device is given.
-        """
+        """What there is to learn from segments whose KV is complete. Their blocks stay held."""
         taken, self._observations = self._observations, []
+        return taken
+
+    def release_observations(self, taken: Iterable[HeldObservation]) -> None:
+        """Lets go of the blocks of observations whose device work was launched, or never will."""
         for observation in taken:
             self._pool.release(observation.blocks)
-        return taken
 
     def finish(self, request_id: str, reason: FinishReason, num_visible_tokens: int) -> None:
         """Ends a request, at whatever point it is, and records it for its session.

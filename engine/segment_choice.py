@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relaykv.engine.anchor_gate import AnchorGate, Handoff
+from relaykv.engine.anchor_pools import AnchorVerdict
 from relaykv.engine.handoff_slots import HandoffKey, HandoffSlots, Verdict
 from relaykv.engine.policy import Placement, Policy
 from relaykv.engine.recording import RecordingStore, agent_class
@@ -26,15 +28,22 @@ class SegmentChoice:
     key: HandoffKey | None = None  # of a policy that learns
     offset_index: int | None = None  # of the mean that corrects it
     observe: bool = False  # how its KV differs from the recording's
+    verdict: AnchorVerdict | None = None  # of a policy that keeps anchors
 
 
 class SegmentChooser:
-    """Asks the table of hand-offs where a policy learns."""
+    """Asks the table of hand-offs where a policy learns, the gate where it keeps anchors."""
 
-    def __init__(self, recordings: RecordingStore, handoffs: HandoffSlots | None) -> None:
-        """Without a table of hand-offs nothing is learned: every kind stays unknown."""
+    def __init__(
+        self,
+        recordings: RecordingStore,
+        handoffs: HandoffSlots | None = None,
+        anchors: AnchorGate | None = None,
+    ) -> None:
+        """Without them nothing is learned and no anchor kept: every kind stays unknown."""
         self._recordings = recordings
         self._handoffs = handoffs
+        self._anchors = anchors
 
     def choose(
         self, request: Request, segments: Sequence[Segment], may_teach: bool
@@ -49,10 +58,12 @@ class SegmentChooser:
             may_teach: whether the prefix hit in front of them is exact, and the request new.
         """
         policy = request.policy
-        if policy.placement is not Placement.LEARNED:
+        if policy.placement is Placement.SHIFT:
             return [SegmentChoice(segment, policy) for segment in segments]
         receiver = agent_class(request.spec.relay.agent_class, request.spec.prompt_token_ids)
         keys = [self._key(request, segment, receiver) for segment in segments]
+        if policy.placement is Placement.ANCHORS:
+            return self._choose_by_anchors(request, segments, keys)
         verdicts = [_OBSERVE if policy.observes else self._judge(key) for key in keys]
         can_teach = [self._recordings[segment.recording_id].taint == 0 for segment in segments]
         due = [i for i, v in enumerate(verdicts) if may_teach and v.is_due and can_teach[i]]
@@ -79,8 +90,52 @@ class SegmentChooser:
     def count(self, choices: Sequence[SegmentChoice]) -> None:
         """Takes in that a request with these choices is going to be served."""
         for choice in choices:
-            if choice.key is not None and self._handoffs is not None:
+            if choice.key is None:
+                continue
+            if choice.verdict is not None:
+                if self._anchors is not None:
+                    self._anchors.pools.meet(choice.key, choice.verdict)
+            elif self._handoffs is not None:
                 self._handoffs.count(choice.key)
+
+    def _choose_by_anchors(
+        self, request: Request, segments: Sequence[Segment], keys: Sequence[HandoffKey]
+    ) -> list[SegmentChoice]:
+        """Every refused segment becomes an anchor, whatever stands before it.
+
+        Others may be relayed before it, as they may when it serves; were they computed with it, as
+        they are for a mean, a prompt of many segments would rarely be relayed. Its recording need
+        not be exact: whatever that lacks is part of the offset.
+        """
+        policy = request.policy
+        if self._anchors is None:
+            why = "this engine keeps no anchors"
+            return [SegmentChoice(segment, None, why) for segment in segments]
+        tokens = request.token_ids
+        handoffs = [
+            Handoff(
+                key,
+                tuple(tokens[segment.start : segment.stop]),
+                tuple(block.id for block in self._recordings[segment.recording_id].blocks),
+                segment.source_start,
+            )
+            for segment, key in zip(segments, keys, strict=True)
+        ]
+        # One that was preempted has its answer in front of it, which no other prompt has.
+        is_new = not request.num_output_tokens
+        return [
+            SegmentChoice(
+                segment,
+                policy if verdict.anchors else policy.cold,
+                verdict.why,
+                key,
+                observe=is_new and not verdict.anchors,
+                verdict=verdict,
+            )
+            for segment, key, verdict in zip(
+                segments, keys, self._anchors.judge(handoffs), strict=True
+            )
+        ]
 
     def _judge(self, key: HandoffKey) -> Verdict:
         if self._handoffs is None:

@@ -90,6 +90,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _share_or_zero(text: str) -> float:
+    return 0.0 if text.strip() == "0" else _share(text)
+
+
 def _share(text: str) -> float:
     try:
         share = float(text)
@@ -188,6 +192,14 @@ def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None
         "learned add to relayed KV; 0: learn nothing (default: 64MiB)",
     )
     engine.add_argument(
+        "--anchor-share",
+        type=_share_or_zero,
+        metavar="SHARE",
+        default=defaults.anchor_share,
+        help="share of the KV cache in which the policy kvcomm may keep anchors, 0 to 1 "
+        "(default: %(default)s)",
+    )
+    engine.add_argument(
         "--profile",
         metavar="FILE",
         help="the model's relay bands (default: what `relaykv profile` has found, else the shipped "
@@ -247,6 +259,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_num_requests=options.max_num_requests,
         relay_policy=options.relay_policy,
         learned_memory_bytes=options.learned_memory,
+        anchor_share=options.anchor_share,
         profile=options.profile,
         num_threads=options.threads,
         device=options.device,

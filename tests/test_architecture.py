@@ -26,6 +26,8 @@ FOLDERS = ("server", "engine", "kernels", "clients")
 # Device: works on tensors. Assembly: builds both and runs them.
 PURE = {
     "admission",
+    "anchor_gate",
+    "anchor_pools",
     "answer",
     "band_search",
     "batch",
@@ -68,6 +70,7 @@ PURE = {
     "tokenizer",
 }
 DEVICE = {
+    "anchor_offsets",
     "decode_graphs",
     "device",
     "forced_pass",

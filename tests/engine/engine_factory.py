@@ -10,6 +10,8 @@ from typing import cast
 from fake_runner import FakeRunner, next_token
 
 from relaykv.engine.admission import Admission
+from relaykv.engine.anchor_gate import AnchorGate
+from relaykv.engine.anchor_pools import AnchorPools
 from relaykv.engine.batch import ScheduledBatch
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.config import SchedulerConfig
@@ -37,6 +39,7 @@ class EngineSizes:
     max_num_requests: int = 8
     min_segment_tokens: int = 8
     num_offsets: int = 12
+    anchor_share: float = 0.5
 
     @property
     def max_model_len(self) -> int:
@@ -53,13 +56,14 @@ def make_request(
     store: bool = True,
     stop_token_ids: tuple[int, ...] = (),
     explain: bool = False,
+    agent_class: str = "",
 ) -> Request:
     """A waiting request; without a session its policy is `full`, as the core decides."""
     spec = GenerateRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
-        relay=RelayOptions(session=session, policy=policy, store=store, explain=explain),
+        relay=RelayOptions(session, policy, store, explain, agent_class),
         tenant=tenant,
     )
     chosen: Policy = POLICIES["full" if session is None else policy]
@@ -91,6 +95,7 @@ class FakeEngine:
     admission: Admission = field(init=False)
     scheduler: Scheduler = field(init=False)
     handoffs: HandoffSlots = field(init=False)
+    anchors: AnchorPools = field(init=False)
     lessons: HandoffLessons = field(init=False)
     runner: FakeRunner = field(init=False)
     finished: dict[str, Request] = field(default_factory=dict)
@@ -102,6 +107,11 @@ class FakeEngine:
         self.prefix_cache = PrefixCache(self.pool, sizes.block_size, "model")
         self.recordings = RecordingStore(self.pool, sizes.min_segment_tokens)
         self.handoffs = HandoffSlots(sizes.num_offsets)
+        max_anchor_blocks = int(sizes.anchor_share * sizes.num_blocks)
+        self.anchors = AnchorPools(self.pool, self.recordings, sizes.block_size, max_anchor_blocks)
+        self.runner = FakeRunner(
+            sizes.block_size, lambda i: self.scheduler[i], self.pool, self.deferred
+        )
         self.admission = Admission(
             self.pool,
             self.prefix_cache,
@@ -109,6 +119,7 @@ class FakeEngine:
             sizes.block_size,
             sizes.min_segment_tokens,
             self.handoffs,
+            AnchorGate(self.anchors, self.runner, 0.3, 2),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -121,10 +132,8 @@ class FakeEngine:
             self.recordings,
             self.admission,
         )
-        self.runner = FakeRunner(
-            sizes.block_size, lambda i: self.scheduler[i], self.pool, self.deferred
-        )
-        self.lessons = HandoffLessons(self.scheduler, self.handoffs, cast(ModelRunner, self.runner))
+        runner = cast(ModelRunner, self.runner)
+        self.lessons = HandoffLessons(self.scheduler, runner, self.handoffs, self.anchors)
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -204,6 +213,11 @@ class FakeEngine:
         recorded: Counter[int] = Counter()
         for recording in self.all_recordings():
             recorded.update(block.id for block in recording.blocks)
+        anchors = [a for pool in self.anchors._pools.values() for a in pool.uses]
+        for anchor in anchors:
+            recorded.update(block.id for block in anchor.blocks)
+        assert self.anchors.num_blocks == len({b.id for a in anchors for b in a.blocks})
+        assert self.anchors.num_blocks <= int(self.sizes.anchor_share * self.sizes.num_blocks)
         for block in self.pool._blocks:
             assert block.num_requests == holders[block.id]
             assert block.num_recordings == recorded[block.id]

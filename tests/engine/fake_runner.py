@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 
 from relaykv.engine.batch import (
     UNKNOWN_TOKEN,
+    AnchorPlace,
+    AnchorQuery,
+    AnchorRecord,
     HoldoutError,
     ModelRunnerOutput,
     Observation,
@@ -22,6 +25,7 @@ from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.request_state import Request
 
 VOCAB_SIZE = 1000
+_OFFSETS = ("", "", "offsets of an anchor")  # no request may read them as KV
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -106,6 +110,8 @@ class FakeRunner:
         self._num_collected = 0
         self.num_copied_tokens = 0
         self.num_observed_tokens = 0
+        self.num_anchored_tokens = 0  # stored
+        self.num_corrected_tokens = 0  # by anchors
         self.events: list[tuple[str, int]] = []
         self.fail: Callable[[str, int], None] = lambda _event, _number: None
 
@@ -144,6 +150,50 @@ class FakeRunner:
                 assert source.approximation is target.approximation is None
             self.num_observed_tokens += copy.num_tokens
         return FakeErrors(tuple(len(observation.lessons) for observation in observations))
+
+    def anchor_distances(self, queries: Sequence[AnchorQuery]) -> list[list[float]]:
+        """Anchors are the farther the more of their tokens differ. All must hold what they did."""
+        distances = []
+        for query in queries:
+            row = []
+            for anchor in query.anchors:
+                different = 0
+                for offset in range(query.num_tokens):
+                    position = query.source_start + offset
+                    source = self._slots[self._slot(query.source_block_ids, position)]
+                    assert source.position == position
+                    base, _ = self._anchored(anchor, offset)
+                    different += base.token_id != source.token_id
+                    assert base.tenant == source.tenant
+                row.append(float(different))
+            distances.append(row)
+        return distances
+
+    def store_anchors(self, records: Sequence[AnchorRecord]) -> None:
+        """Both sides must still hold the same tokens, and the anchor's blocks be its own."""
+        for record in records:
+            copy, place = record.copy, record.place
+            for offset in range(copy.num_tokens):
+                source = self._slots[self._slot(copy.source_block_ids, copy.source_start + offset)]
+                target = self._slots[self._slot(copy.block_ids, copy.start + offset)]
+                base = self._slots[self._slot(place.base_block_ids, place.base_start + offset)]
+                assert source is base
+                assert source.token_id == target.token_id
+                assert source.position == copy.source_start + offset
+                assert target.position == copy.start + offset
+                assert source.tenant == target.tenant
+                kept = replace(source, position=offset, approximation=_OFFSETS)
+                self._slots[self._slot(place.offset_block_ids, offset)] = kept
+            self.num_anchored_tokens += copy.num_tokens
+
+    def _anchored(self, anchor: AnchorPlace, offset: int) -> tuple[SlotContent, SlotContent]:
+        """What an anchor holds of one token."""
+        base = self._slots[self._slot(anchor.base_block_ids, anchor.base_start + offset)]
+        kept = self._slots[self._slot(anchor.offset_block_ids, offset)]
+        assert kept.approximation == _OFFSETS, "an anchor's offsets are overwritten"
+        assert (kept.token_id, kept.position) == (base.token_id, offset)
+        assert kept.tenant == base.tenant
+        return base, kept
 
     def _part(self, scheduled: ScheduledRequest) -> _Part:
         """Checks a part against its request while the two belong together."""
@@ -222,7 +272,10 @@ class FakeRunner:
             self._slots[self._slot(copy.block_ids, position)] = replace(
                 source, position=position, approximation=part.reader
             )
+            for anchor in copy.anchors:
+                assert self._anchored(anchor, offset)[0].tenant == part.tenant
         self.num_copied_tokens += copy.num_tokens
+        self.num_corrected_tokens += copy.num_tokens if copy.anchors else 0
 
     def _check_past(self, part: _Part, token_ids: Sequence[int]) -> None:
         """The KV of all earlier and all relayed tokens is there and may be read."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from sync_recorder import SyncRecorder
-from tiny_core import Result, ids, request, run, tiny_core
+from tiny_core import Result, ids, request, run, tiny_core, tiny_parts
 from torch import Tensor
 
 from relaykv.engine import handoff_slots
+from relaykv.engine.assembly import build_core
 from relaykv.engine.batch import Observation, PendingErrors
 from relaykv.engine.core import EngineCore
 from relaykv.engine.offset_memory import OFFSET_SCALE
@@ -138,6 +140,13 @@ def test_an_engine_without_memory_for_it_learns_nothing(monkeypatch: pytest.Monk
         result = hand_off(core, number, "auto")
         assert policies(result) == ["epic"]
         assert result.relay.segments[0].why == "this engine learns nothing"
+
+
+def test_an_engine_without_memory_for_it_keeps_no_block_of_what_it_might_have_learned() -> None:
+    parts = tiny_parts(max_num_batched_tokens=256)
+    core = build_core(replace(parts, relay=replace(parts.relay, num_offsets=0)))
+    assert policies(hand_off(core, 0, "learned")) == ["full"]
+    assert core.pool.counts().used == 0
 
 
 def test_what_was_relayed_itself_never_teaches() -> None:

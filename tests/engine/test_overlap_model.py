@@ -155,3 +155,27 @@ def test_an_engine_thread_serves_and_rests_with_overlap() -> None:
             engine.stop()
 
     asyncio.run(main())
+
+
+def test_anchors_are_stored_and_used_the_same() -> None:
+    requests: list[GenerateRequest] = []
+    after: dict[str, str] = {}
+    for number, text in enumerate((1, 2, 3, 1, 2)):
+        user = [*ids(1, 40), *ids(1000 + text, 9)]
+        session = f"s{number}"
+        writer = request(f"w{number}", user, 40, session)
+        written = play(tiny_core(), [writer]).results[f"w{number}"].token_ids
+        prompt = [*ids(2, 35 + 7 * number), *ids(3, 16), *written, *ids(4, 5)]
+        reader = request(f"r{number}", prompt, 12, session, "kvcomm")
+        requests += [writer, reader]
+        after[f"r{number}"] = f"w{number}"
+        if number:
+            after[f"w{number}"] = f"r{number - 1}"
+    # Blocks are so few that rows of ended requests and anchors come to want the same ones.
+    requests += [request(f"x{n}", ids(50 + n, 30), 30, stop_token_ids=(9,)) for n in range(4)]
+
+    story = play_all(requests, after, max_num_batched_tokens=256, num_blocks=60)
+
+    served = [story.results[f"r{n}"].relay.segments[0].policy for n in range(5)]
+    assert served[:2] == ["full", "full"]
+    assert served[3:] == ["kvcomm", "kvcomm"]

@@ -11,7 +11,7 @@ RELAY_BANDS = Bands(2, 4, 29)
 def test_all_policies_are_there_by_name() -> None:
     policies = builtin_policies(30, RELAY_BANDS)
 
-    published = ["full", "shift", "epic", "cacheblend", "relay"]
+    published = ["full", "shift", "epic", "cacheblend", "relay", "kvcomm"]
     assert list(policies) == [*published, "learned", "auto", "observe"]
     assert all(policy.name == name for name, policy in policies.items())
     assert [p.name for p in policies.values() if not p.relays] == ["full"]
