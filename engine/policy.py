@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from relaykv.engine.policy_name import parse_policy_name
 
 
+_AUTO_SHARE = 0.125  # of relayed layer-tokens, where a name holds no other
+
+
 class Placement(enum.Enum):
     """What is put in the place of a segment before any of it is computed again."""
 
@@ -151,7 +154,9 @@ def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy
         # KVCOMM (arXiv 2510.12872), with a gate for each segment and not one for all of a prompt.
         Policy("kvcomm", True, placement=Placement.ANCHORS),
         learned,
-        Policy("auto", True, *first_16, Placement.LEARNED, warm=learned, cold=epic),
+        Policy("auto", True, *first_16, Placement.LEARNED, warm=learned, cold=epic).with_share(
+            "auto", _AUTO_SHARE, num_layers
+        ),
         # Exact. What it learns, `learned` and `auto` use.
         Policy("observe", True, placement=Placement.LEARNED, observes=True),
     )

@@ -20,7 +20,7 @@ from relaykv.engine.request import GenerateRequest, RelayOptions, RequestOutput,
 # Producers of one group decode together. The sizes do not depend on the machine, so that two
 # runs compute the same.
 _GROUP_HANDOFFS = 4
-_GROUP_TOKENS = 16_384
+_GROUP_TOKENS = 49_152
 # A text may become more tokens when it is read than it had when it was written.
 READ_MORE = 1.5
 
