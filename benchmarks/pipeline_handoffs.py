@@ -1,7 +1,8 @@
 """Writes the tasks of `pipelines.json` as hand-offs for `relaykv fidelity`.
 
 The first tasks of every pipeline become `lessons.jsonl`, to learn from; the others `tasks.jsonl`,
-to measure on. The producers' outputs are those recorded in `pipeline_outputs.json`.
+to measure on. In `crossed.jsonl` every reader reads what another pipeline's writer wrote, which is
+what nothing was learned about. The producers' outputs are those recorded in `pipeline_outputs.json`.
 
     python benchmarks/pipeline_handoffs.py --output benchmarks/out
     relaykv fidelity --learn benchmarks/out/lessons.jsonl --handoffs benchmarks/out/tasks.jsonl
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def handoff(pipeline: Pipeline, task: Task, output: str) -> dict[str, Any]:
 
 
 def split(
-    pipelines: Iterable[Pipeline], outputs: Mapping[str, Mapping[str, str]], num_lessons: int
+    pipelines: Sequence[Pipeline], outputs: Mapping[str, Mapping[str, str]], num_lessons: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Hand-offs to learn from and to measure on, pipelines taking turns in both."""
     numbered = [
@@ -53,6 +54,24 @@ def split(
     lessons = [line for index, line in ordered if index < num_lessons]
     tasks = [line for index, line in ordered if index >= num_lessons]
     return lessons, tasks
+
+
+def crossed(
+    pipelines: Sequence[Pipeline], outputs: Mapping[str, Mapping[str, str]], num_lessons: int
+) -> list[dict[str, Any]]:
+    """The first two tasks that are measured on, each read by the next pipeline's reader."""
+    lines = []
+    for place, pipeline in enumerate(pipelines):
+        reading = pipelines[(place + 1) % len(pipelines)]
+        for index in range(num_lessons, num_lessons + 2):
+            task = pipeline.tasks[index]
+            line = handoff(pipeline, task, outputs[pipeline.id][task.id])
+            asked = handoff(reading, reading.tasks[index], "")
+            line["id"] = f"{pipeline.id}/{task.id} to {reading.id}"
+            line["consumer"] = asked["consumer"]
+            line.pop("answer", None)
+            lines.append(line)
+    return lines
 
 
 def main() -> int:
@@ -70,7 +89,12 @@ def main() -> int:
     wanted = [p for p in pipelines if arguments.only is None or p.id in arguments.only]
     lessons, tasks = split(wanted, outputs, arguments.lessons)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("lessons.jsonl", lessons), ("tasks.jsonl", tasks)):
+    files = {
+        "lessons.jsonl": lessons,
+        "tasks.jsonl": tasks,
+        "crossed.jsonl": crossed(wanted, outputs, arguments.lessons),
+    }
+    for name, lines in files.items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (arguments.output / name).write_text(text, encoding="utf-8")
         print(f"{len(lines)} hand-offs  {arguments.output / name}")

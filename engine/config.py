@@ -69,7 +69,7 @@ class SchedulerConfig:
 class RelayConfig:
     """How text is found again and what a session does by default."""
 
-    default_policy: str = "relay"  # for requests that name a session and no policy
+    default_policy: str = "auto"  # for requests that name a session and no policy
     min_segment_tokens: int = 32  # shorter matches are computed, not relayed
     anchor_share: float = 0.25  # of the KV cache's blocks that anchors of hand-offs may hold
     anchor_entropy: float = 0.3  # gamma of KVCOMM's gate, see anchor_pools.judge_anchors

@@ -17,7 +17,7 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     max_num_batched_tokens: int | None = None  # rows that one step computes; None: by the device
     max_num_requests: int = 32  # running at the same time
-    relay_policy: str = "relay"  # for requests that name a session and no policy
+    relay_policy: str = "auto"  # for requests that name a session and no policy
     learned_memory_bytes: int = 64 << 20  # for what recurring hand-offs have in common; 0: nothing
     anchor_share: float = 0.25  # of the KV cache, for the anchors of the policy kvcomm; 0: none
     profile: str | None = None  # file with the model's relay bands; None: the shipped one

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from relaykv.engine.policy_name import parse_policy_name
 
-
 _AUTO_SHARE = 0.125  # of relayed layer-tokens, where a name holds no other
 
 

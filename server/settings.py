@@ -10,7 +10,7 @@ class ServerSettings:
     """Limits and habits of the server."""
 
     version: str = "0"  # of the package; part of system_fingerprint
-    default_policy: str = "relay"  # what GET /v1/relay tells; the engine applies its own
+    default_policy: str = "auto"  # what GET /v1/relay tells; the engine applies its own
     keepalive_s: float = 10.0  # silence after which a stream gets a comment line
     max_body_bytes: int = 64 * 1024 * 1024  # larger bodies are refused with 413
     num_prompt_threads: int = 2  # render and tokenise beside the event loop

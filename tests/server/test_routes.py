@@ -109,7 +109,7 @@ def test_health_fails_after_the_engine_has_died(client: AppClient, engine: FakeE
 def test_relay_tells_policies_and_the_default(client: AppClient) -> None:
     answer = client.get("/v1/relay").json()
     assert answer["policies"] == ["full", "shift", "relay"]
-    assert answer["default_policy"] == "relay"
+    assert answer["default_policy"] == "auto"
     assert answer["model"] == "org/tiny"
 
 
