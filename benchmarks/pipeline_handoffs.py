@@ -1,8 +1,8 @@
 """Writes the tasks of `pipelines.json` as hand-offs for `relaykv fidelity`.
 
 The first tasks of every pipeline become `lessons.jsonl`, to learn from; the others `tasks.jsonl`,
-to measure on. In `crossed.jsonl` every reader reads what another pipeline's writer wrote, which is
-what nothing was learned about. The producers' outputs are those recorded in `pipeline_outputs.json`.
+to measure on. In `crossed.jsonl` every reader reads what another pipeline's writer wrote, of which
+nothing was learned. The producers' outputs are those recorded in `pipeline_outputs.json`.
 
     python benchmarks/pipeline_handoffs.py --output benchmarks/out
     relaykv fidelity --learn benchmarks/out/lessons.jsonl --handoffs benchmarks/out/tasks.jsonl
