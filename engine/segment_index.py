@@ -20,6 +20,8 @@ from relaykv.engine.segment import Segment
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
 # Highly repetitive text puts one run at many places; trying more of them buys little.
 _MAX_CANDIDATES = 16
+_CHUNK = 256  # probes that are looked up together
+_FILTER_ENTRIES_PER_RUN = 8  # so that one probe in eight, at most, is looked up in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +66,27 @@ class SegmentIndex:
         the oldest recording (the producer's own, rather than a reader's copy).
         """
         ids = np.asarray(token_ids[start:stop], dtype=np.int64)
-        first, last = self._table.probe(_rolling_hashes(ids, self._min_segment_tokens))
-        hits = np.flatnonzero(last > first)
+        hashes = _rolling_hashes(ids, self._min_segment_tokens)
+        maybe = self._table.maybe(hashes)
         segments: list[Segment] = []
-        next_hit = 0
-        while next_hit < hits.size:
-            position = int(hits[next_hit])
-            num_candidates = min(int(last[position] - first[position]), _MAX_CANDIDATES)
-            places = self._table.places(int(first[position]), num_candidates)
-            best = self._best(ids, position, places)
-            next_position = position + 1
+        place = 0  # in `maybe`
+        while place < maybe.size:
+            # A few at a time: most of what follows a hit is going to be covered by its segment.
+            some = maybe[place : place + _CHUNK]
+            hits = some[self._table.holds(hashes[some])]
+            best = None
+            if hits.size:
+                position = int(hits[0])
+                best = self._best(ids, position, self._table.places(hashes[position]))
+                place = int(np.searchsorted(maybe, best.stop if best else position + 1))
+            else:
+                place += _CHUNK
             if best is not None:
-                next_position = best.stop
                 segments.append(
                     Segment(
                         start + best.start, start + best.stop, best.recording_id, best.source_start
                     )
                 )
-            next_hit = int(np.searchsorted(hits, next_position))
         return segments
 
     def _best(
@@ -105,8 +110,13 @@ class _Table:
     """Where every recorded run starts, sorted by its hash, then oldest recording first."""
 
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    # Whether any hash starts with these bits: looking there is much cheaper than a binary search.
+    filter: NDArray[np.bool_] = field(init=False)
     recording_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     positions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "filter", _filter(self.hashes))
 
     def extended(self, recording_id: int, hashes: NDArray[np.uint64]) -> _Table:
         """With a recording's runs, one per position; sorts only them and merges."""
@@ -123,28 +133,56 @@ class _Table:
         keep = self.recording_ids != recording_id
         return _Table(self.hashes[keep], self.recording_ids[keep], self.positions[keep])
 
-    def probe(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each hash the half-open range of equal entries."""
-        return (
-            np.searchsorted(self.hashes, hashes, side="left"),
-            np.searchsorted(self.hashes, hashes, side="right"),
-        )
+    def maybe(self, hashes: NDArray[np.uint64]) -> NDArray[np.intp]:
+        """Which of the hashes may be in the table; none that is in it is missing."""
+        return np.flatnonzero(self.filter[hashes >> self._shift])
 
-    def places(self, first: int, count: int) -> Iterable[tuple[int, int]]:
-        """Recording and position of `count` entries from `first`."""
-        entries = slice(first, first + count)
+    def holds(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which of the hashes are in the table, which is not empty."""
+        first = np.searchsorted(self.hashes, hashes)
+        found: NDArray[np.bool_] = self.hashes[np.minimum(first, self.hashes.size - 1)] == hashes
+        return found
+
+    def places(self, wanted: np.uint64) -> Iterable[tuple[int, int]]:
+        """Recordings and positions of a hash, not too many of them."""
+        first = int(np.searchsorted(self.hashes, wanted, side="left"))
+        last = int(np.searchsorted(self.hashes, wanted, side="right"))
+        entries = slice(first, min(last, first + _MAX_CANDIDATES))
         return zip(
             self.recording_ids[entries].tolist(), self.positions[entries].tolist(), strict=True
         )
 
+    @property
+    def _shift(self) -> np.uint64:
+        return np.uint64(65 - self.filter.size.bit_length())
+
+
+def _filter(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """A table with a power of two of entries, more than two, by the hashes' leading bits."""
+    num_bits = (_FILTER_ENTRIES_PER_RUN * hashes.size + 2).bit_length()
+    filled = np.zeros(1 << num_bits, dtype=np.bool_)
+    filled[hashes >> np.uint64(64 - num_bits)] = True
+    return filled
+
 
 def _rolling_hashes(ids: NDArray[np.int64], k: int) -> NDArray[np.uint64]:
-    """Polynomial hash (mod 2**64) of every k-gram; empty when there are fewer than k tokens."""
+    """Polynomial hash (mod 2**64) of every k-gram; empty when there are fewer than k tokens.
+
+    Put together from hashes of runs of one, two, four, ... tokens, in log2(k) steps.
+    """
     count = max(ids.size - k + 1, 0)
     hashes = np.zeros(count, dtype=np.uint64)
-    values = ids.astype(np.uint64) + np.uint64(1)  # so that token 0 counts
-    for offset in range(k if count else 0):
-        hashes = hashes * _HASH_BASE + values[offset : offset + count]
+    power_of = ids.astype(np.uint64) + np.uint64(1)  # so that token 0 counts; of 2**bit tokens
+    power = _HASH_BASE  # to the number of these
+    start = 0  # tokens that are in `hashes`
+    for bit in range(k.bit_length() if count else 0):
+        length = 1 << bit
+        if k & length:
+            hashes = hashes * power + power_of[start : start + count]
+            start += length
+        power_of = power_of[:-length] * power + power_of[length:]
+        with np.errstate(over="ignore"):
+            power = power * power
     return hashes
 
 
