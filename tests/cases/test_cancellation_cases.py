@@ -59,6 +59,15 @@ async def leave(url: str, body: dict[str, Any], after_s: float) -> None:
             raise AssertionError("there was nothing to leave")
 
 
+async def leave_once_running(server: ByteServer, url: str, body: dict[str, Any]) -> None:
+    """Sends a request and closes its connection as soon as the engine works on it."""
+    leaving = asyncio.create_task(leave(url, body, 60.0))
+    assert await eventually(lambda: server.core.stats().num_running == 1)
+    leaving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await leaving
+
+
 async def leave_stream(url: str, body: dict[str, Any]) -> None:
     """Closes the connection of a stream behind its first event."""
     async with (
@@ -71,7 +80,7 @@ async def leave_stream(url: str, body: dict[str, Any]) -> None:
 
 def test_cx_01_leaving_a_plain_request_ends_its_work(server: ByteServer) -> None:
     async def run(url: str) -> None:
-        await leave(url, LONG, 0.3)
+        await leave_once_running(server, url, LONG)
         assert await eventually(lambda: is_idle(server), 1.0)
 
     with live_server(server.state) as url:
@@ -121,7 +130,8 @@ def test_cx_04_leaving_in_prefill_ends_it_between_two_chunks(
     body = {**prompt, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
     async def run(url: str) -> None:
-        await leave(url, {**body, "stream": stream}, 0.1)  # of more than 0.3 s
+        # It takes more than ten steps of 20 ms each.
+        await leave_once_running(server, url, {**body, "stream": stream})
         assert await eventually(lambda: is_idle(server), 1.0)
 
     with live_server(server.state) as url:
