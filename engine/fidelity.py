@@ -152,7 +152,7 @@ def choose_policies(
     """The policies to compare, `full` left out: it is what they are compared with.
 
     Args:
-        names: None: all that relay.
+        names: None: all that relay anything.
         bands: further ones for `relay`, each under the name `relay INJECT,SELECT,STOP`. Hidden
             states are kept for one layer above the first, so all have to agree on that one.
 
@@ -162,7 +162,8 @@ def choose_policies(
     Raises:
         ValueError: a policy is unknown, none is left, or bands cannot be had together.
     """
-    chosen = list(parts.policies) if names is None else list(names)
+    every = [name for name, policy in parts.policies.items() if not policy.observes]
+    chosen = every if names is None else list(names)
     num_layers = parts.model.config.num_layers
     found = {name: find_policy(parts.policies, name, num_layers) for name in chosen}
     policies = {**parts.policies, **found}

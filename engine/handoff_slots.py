@@ -25,7 +25,7 @@ MAX_KEY_ERROR = 0.9
 MAX_VALUE_ERROR = 1.0
 # Every so many hand-offs one is due to be computed and observed, whatever the gate says. The first
 # never is: what happens once needs no mean.
-_PERIOD = 2  # of a kind with fewer than the least observations
+_PERIOD = 4  # of a kind with fewer than the least observations
 _MATURE_PERIOD = 50
 # Later errors count at least this much, so that a mean that goes stale is found out.
 _LEAST_WEIGHT = 0.2

@@ -74,6 +74,7 @@ class Policy:
     # cannot, None: it is computed.
     warm: Policy | None = None
     cold: Policy | None = None
+    exact_choices: bool = False  # answers to one question that stand side by side are computed
     observes: bool = False  # all segments are computed, for what can be learned from them
 
     def relay_cost(self, num_layers: int) -> float:
@@ -153,9 +154,15 @@ def builtin_policies(num_layers: int, relay_bands: Bands) -> Mapping[str, Policy
         # KVCOMM (arXiv 2510.12872), with a gate for each segment and not one for all of a prompt.
         Policy("kvcomm", True, placement=Placement.ANCHORS),
         learned,
-        Policy("auto", True, *first_16, Placement.LEARNED, warm=learned, cold=epic).with_share(
-            "auto", _AUTO_SHARE, num_layers
-        ),
+        Policy(
+            "auto",
+            True,
+            *first_16,
+            Placement.LEARNED,
+            warm=learned,
+            cold=epic,
+            exact_choices=True,
+        ).with_share("auto", _AUTO_SHARE, num_layers),
         # Exact. What it learns, `learned` and `auto` use.
         Policy("observe", True, placement=Placement.LEARNED, observes=True),
     )

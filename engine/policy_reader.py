@@ -67,6 +67,7 @@ class PolicyReader:
                     recording.num_prompt_tokens,
                     recording.taint,
                     recording.agent_class,
+                    recording.question,
                 )
 
     def read_full(

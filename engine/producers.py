@@ -99,15 +99,16 @@ class Producers:
         requests = []
         shares: dict[str, float] = {}
         for prompts in group:
-            for request_id, ids, output in zip(
-                prompts.request_ids, prompts.producers, prompts.outputs, strict=True
+            asked = [producer.user for producer in prompts.handoff.producers]
+            for request_id, ids, output, question in zip(
+                prompts.request_ids, prompts.producers, prompts.outputs, asked, strict=True
             ):
                 num_tokens = self._lengths.producer if output is None else len(output)
                 request = GenerateRequest(
                     request_id,
                     ids,
                     SamplingParams(num_tokens, temperature=0.0, ignore_eos=output is not None),
-                    RelayOptions(session=prompts.handoff.id, policy="full"),
+                    RelayOptions(prompts.handoff.id, policy="full", question=question),
                 )
                 if output is not None:
                     self._forced.force(request_id, output)
@@ -202,6 +203,8 @@ def _small_core(
 ) -> EngineCore:
     size = parts.cache.block_size
     num_tokens = max(sum(prompts.max_tokens for prompts in group) for group in groups)
+    # What kvcomm keeps from group to group stands beside that.
+    num_tokens += math.ceil(num_tokens * parts.relay.anchor_share / (1 - parts.relay.anchor_share))
     num_requests = max(sum(len(p.producers) + num_readers for p in group) for group in groups)
     cache = CacheConfig(-(-num_tokens // size) + num_requests, size)
     longest = max(prompts.max_request_tokens for group in groups for prompts in group)

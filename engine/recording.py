@@ -43,6 +43,7 @@ class Recording:
     num_prompt_tokens: int
     taint: int  # approximate hand-offs behind its KV; 0 is exact
     agent_class: str  # of the agent whose request it was
+    question: str  # that it answers, as a digest; "" is like no other
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class RecordingStore:
         num_prompt_tokens: int,
         taint: int,
         agent_name: str = "",
+        question: str = "",
     ) -> None:
         """Records a finished request.
 
@@ -109,6 +111,7 @@ class RecordingStore:
             num_prompt_tokens,
             taint,
             agent_class(agent_name, token_ids[:num_prompt_tokens]),
+            question,
         )
         self._next_id += 1
         self._pool.record(recording.blocks)

@@ -302,4 +302,5 @@ class Scheduler:
             request.num_prompt_tokens,
             request.taint,
             request.spec.relay.agent_class,
+            request.spec.relay.question,
         )

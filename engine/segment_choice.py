@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from relaykv.engine.request_state import Request
 from relaykv.engine.segment import Segment
 
 _NUM_GLUE_TOKENS = 16
+# Two may be a text and its revision.
+_MIN_CANDIDATES = 3
+_CANDIDATES = "computed because several answers to one question are compared here"
 _OBSERVE = Verdict(None, True, "the policy computes everything")
 _FOR_ANOTHER = "computed because a segment behind it is due to be observed"
 
@@ -60,6 +64,8 @@ class SegmentChooser:
         policy = request.policy
         if policy.placement is Placement.SHIFT:
             return [SegmentChoice(segment, policy) for segment in segments]
+        if policy.exact_choices and self._num_candidates(segments) >= _MIN_CANDIDATES:
+            return [SegmentChoice(segment, None, _CANDIDATES) for segment in segments]
         receiver = agent_class(request.spec.relay.agent_class, request.spec.prompt_token_ids)
         keys = [self._key(request, segment, receiver) for segment in segments]
         if policy.placement is Placement.ANCHORS:
@@ -136,6 +142,13 @@ class SegmentChooser:
                 segments, keys, self._anchors.judge(handoffs), strict=True
             )
         ]
+
+    def _num_candidates(self, segments: Sequence[Segment]) -> int:
+        """The most answers to one question that are among the segments."""
+        recordings = {segment.recording_id for segment in segments}
+        questions = (self._recordings[recording_id].question for recording_id in recordings)
+        asked = Counter(question for question in questions if question)
+        return max(asked.values(), default=0)
 
     def _judge(self, key: HandoffKey) -> Verdict:
         if self._handoffs is None:

@@ -80,17 +80,19 @@ def plan_answer(
     id_prefix: str = "chatcmpl-",
     prompt_param: str = "messages",
     agent_class: str = "",
+    question: str = "",
 ) -> AnswerPlan:
     """Puts a body's wishes into the engine's values, one request per prompt and choice.
 
     Args:
         agent_class: names the kind of agent that asks; "" leaves telling it to the engine.
+        question: names what it is asked; "" is like no other.
 
     Raises:
         ApiError: 400 for an unknown policy or token id and for a prompt that fills the context.
     """
     relay = relay_options(body, session, engine.policies)
-    relay = dataclasses.replace(relay, agent_class=agent_class)
+    relay = dataclasses.replace(relay, agent_class=agent_class, question=question)
     completion_id = f"{id_prefix}{secrets.token_hex(12)}"
     wanted = []
     for prompt in prompts:

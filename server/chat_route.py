@@ -8,7 +8,7 @@ import dataclasses
 from fastapi import Request
 from fastapi.responses import Response
 
-from relaykv.server.agent_class import agent_class
+from relaykv.server.agent import agent_class, question
 from relaykv.server.body import read_model
 from relaykv.server.chat import AnswerPlan, check_model, plan_answer
 from relaykv.server.completion import complete_chat
@@ -72,5 +72,6 @@ async def plan_chat(
         id_prefix=id_prefix,
         prompt_param=prompt_param,
         agent_class=agent_class(body.messages, definitions),
+        question=question(body.messages),
     )
     return dataclasses.replace(plan, tools=tools, tool_form=form)

@@ -199,7 +199,7 @@ def test_the_session_may_come_without_a_body_field(
 ) -> None:
     text = server.write(session, "the lighthouses of Brittany")
     messages = _about(f"Review:\n\n{text.text}\n\nEnd.")
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = {"extra_body": {"relay": {"policy": "shift"}}}
     client = server.client
     if source == "header":
         parameters["extra_headers"] = {"X-Relay-Session": session}

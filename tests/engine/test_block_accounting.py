@@ -41,7 +41,7 @@ class Traffic:
             prompt,
             max_tokens=pick.choice((1, 2, 3, 5, 9, 17)),
             session=pick.choice((None, "s", "s", "s", "s", "t")),
-            policy=pick.choice(("full", "shift", "epic", "relay", "learned", "auto", "auto")),
+            policy=pick.choice(("full", "shift", "epic", "relay", "learned", "auto", "observe")),
             tenant=pick.choice(("", "", "", "b")),
             store=pick.random() < 0.9,
             stop_token_ids=tuple(range(100)) if pick.random() < 0.3 else (),

@@ -123,7 +123,7 @@ def test_a_handoff_too_long_for_the_model_is_refused_by_its_id() -> None:
 def test_all_policies_that_relay_are_compared_unless_some_are_named() -> None:
     parts = random_parts()
     every = choose_policies(parts, None, [])[1]
-    assert set(every) == parts.policies.keys() - {"full"}
+    assert set(every) == parts.policies.keys() - {"full", "observe"}
     assert every[:4] == ["shift", "epic", "cacheblend", "relay"]
     assert choose_policies(parts, ["full", "epic", "epic"], [])[1] == ["epic"]
 

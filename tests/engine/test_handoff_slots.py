@@ -91,7 +91,7 @@ def test_kinds_of_different_tenants_know_nothing_of_each_other() -> None:
     assert table.judge(other).offset_index is None
 
 
-def test_every_second_hand_off_is_due_until_the_kind_is_known_then_every_fiftieth() -> None:
+def test_every_fourth_hand_off_is_due_until_the_kind_is_known_then_every_fiftieth() -> None:
     table = HandoffSlots(9)
     due = []
     for number in range(1, 131):
@@ -99,7 +99,7 @@ def test_every_second_hand_off_is_due_until_the_kind_is_known_then_every_fiftiet
             due.append(number)
             _observe(table, _key(), GOOD)
         table.count(_key())
-    assert due == [2, 4, 6, 8, 50, 100]
+    assert due == [4, 8, 12, 16, 50, 100]
 
 
 def test_the_least_recently_met_kind_gives_way_and_its_mean_is_used_again() -> None:

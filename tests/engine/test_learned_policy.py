@@ -106,10 +106,10 @@ def test_a_mean_that_leaves_too_much_is_refused_and_the_response_says_so() -> No
 
 
 @pytest.mark.usefixtures("open_gate")
-def test_auto_relays_from_the_first_on_and_learns_from_every_second() -> None:
+def test_auto_relays_from_the_first_on_and_learns_from_every_fourth() -> None:
     core = tiny_core(max_num_batched_tokens=256)
-    served = [policies(hand_off(core, number, "auto"))[0] for number in range(10)]
-    assert served == ["epic", "full"] * 4 + ["learned", "learned"]
+    served = [policies(hand_off(core, number, "auto"))[0] for number in range(18)]
+    assert served == ["epic", "epic", "epic", "full"] * 4 + ["learned", "learned"]
 
 
 @pytest.mark.usefixtures("open_gate")
@@ -126,10 +126,10 @@ def test_observe_answers_exactly_and_teaches_the_policies_that_learn() -> None:
 @pytest.mark.usefixtures("open_gate")
 def test_other_words_before_the_segment_are_another_kind() -> None:
     core = tiny_core(max_num_batched_tokens=256)
-    for number in range(9):
-        hand_off(core, number, "auto")
-    assert policies(hand_off(core, 9, "auto")) == ["learned"]
-    assert policies(hand_off(core, 10, "auto", glue=ids(77, 16))) == ["epic"]
+    for number in range(4):
+        hand_off(core, number, "observe")
+    assert policies(hand_off(core, 4, "auto")) == ["learned"]
+    assert policies(hand_off(core, 5, "auto", glue=ids(77, 16))) == ["epic"]
 
 
 @pytest.mark.usefixtures("open_gate")
@@ -215,3 +215,31 @@ def test_a_failed_observation_costs_what_was_to_be_learned_and_nothing_else(
     why = hand_off(core, 1, "learned").relay.segments[0].why
     assert "observed 0 times" in why or "due to be observed" in why
     assert core.pool.counts().used == 0
+
+
+@pytest.mark.parametrize(("num_answers", "policy"), [(2, "epic"), (3, "full")])
+def test_auto_computes_answers_to_one_question_that_stand_side_by_side(
+    num_answers: int, policy: str
+) -> None:
+    core = tiny_core(max_num_batched_tokens=256)
+    prompt = ids(2, 40)
+    for number in range(num_answers):
+        asked = request(f"w{number}", ids(10 + number, 40), 50, "s")
+        asked = replace(asked, relay=replace(asked.relay, question="why"))
+        prompt += [*run(core, asked)[0].token_ids, *ids(30 + number, 5)]
+    other = run(core, request("other", prompt, 2, "s", "shift", store=False))[0]
+    assert policies(other) == ["shift"] * num_answers
+    result = run(core, request("judge", prompt, 2, "s", "auto"))[0]
+    assert policies(result) == [policy] * num_answers
+    if policy == "full":
+        assert "answers to one question are compared here" in str(result.relay.reason)
+
+
+def test_answers_to_different_questions_are_relayed_however_many() -> None:
+    core = tiny_core(max_num_batched_tokens=256)
+    prompt = ids(2, 40)
+    for number in range(4):
+        asked = request(f"w{number}", ids(10 + number, 40), 50, "s")
+        asked = replace(asked, relay=replace(asked.relay, question=f"why {number}"))
+        prompt += [*run(core, asked)[0].token_ids, *ids(30 + number, 5)]
+    assert policies(run(core, request("r", prompt, 2, "s", "auto"))[0]) == ["epic"] * 4

@@ -1,4 +1,4 @@
-"""Tells kinds of agents apart by what a client sends in front of a conversation."""
+"""What a conversation tells of the agent that leads it, as digests that can be compared."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def agent_class(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, An
         return ""
     parts = json.dumps([instructions, list(tools)], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def question(messages: Sequence[ChatMessage]) -> str:
+    """A digest of the last user message: what the agent is asked; "" when there is none.
+
+    Agents that are to answer one question, so that another may choose, are sent the same one.
+    """
+    asked = [message.content for message in messages if message.role == "user"]
+    return hashlib.sha256(asked[-1].encode()).hexdigest() if asked else ""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaykv.server.agent_class import agent_class
+from relaykv.server.agent import agent_class, question
 from relaykv.server.protocol import ChatMessage
 
 
@@ -42,3 +42,11 @@ def test_the_order_of_a_tools_fields_says_nothing() -> None:
 
 def test_with_neither_the_engine_is_left_to_tell() -> None:
     assert agent_class(_messages(("user", "Read this."), ("system", "Late.")), []) == ""
+
+
+def test_one_question_is_one_digest_whoever_is_asked() -> None:
+    first = _messages(("system", "You are calm."), ("user", "Why?"))
+    second = _messages(("user", "Hello."), ("assistant", "Hello."), ("user", "Why?"))
+    assert question(first) == question(second) != ""
+    assert question(_messages(("user", "Why not?"))) != question(first)
+    assert question(_messages(("system", "Why?"))) == ""
