@@ -135,7 +135,8 @@ class Admission:
         if key is None or not request.policy.relays or request.computes_all:
             return []
         start = len(prefix.blocks) * self._block_size
-        return self._recordings.match(key, request.token_ids, start)
+        without = request.spec.relay.not_from
+        return self._recordings.match(key, request.token_ids, start, without)
 
     def _choose(self, request: Request, prefix: PrefixMatch) -> list[SegmentChoice]:
         """Decides on every segment that is long enough behind the prefix."""

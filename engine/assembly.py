@@ -114,6 +114,8 @@ def prepare(options: EngineOptions) -> EngineParts:
         relay=RelayConfig(
             default_policy=options.relay_policy,
             anchor_share=options.anchor_share,
+            shadow_rate=options.shadow_rate,
+            shadow_bound=options.shadow_bound,
             num_offsets=options.learned_memory_bytes // OffsetMemory.bytes_per_mean(model.config),
         ),
         device=config,
@@ -188,9 +190,10 @@ def build_core(
         pool=pool,
         recordings=recordings,
         policies=parts.policies,
-        default_policy=relay.default_policy,
+        relay=relay,
         eos_token_ids=frozenset(config.eos_token_ids),
         max_model_len=parts.scheduler.max_model_len,
+        block_size=cache_config.block_size,
         bytes_per_block=cache_config.block_size
         * KVCache.bytes_per_token(config, parts.model.dtype),
         overlap=parts.device.overlap,

@@ -14,7 +14,7 @@ from torch import Tensor
 from relaykv.engine.assembly import EngineParts
 from relaykv.engine.choice_report import FULL, ChoiceScore
 from relaykv.engine.choice_trial import ChoiceTrial, Variant
-from relaykv.engine.fidelity import kl_divergence
+from relaykv.engine.divergence import kl_divergence
 from relaykv.engine.fidelity_scores import computed_share
 from relaykv.engine.handoff import HandoffError
 from relaykv.engine.policy_reader import PolicyReader, Reading

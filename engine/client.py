@@ -49,6 +49,17 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowSummary:
+    """How far answers under one policy were from full ones, where that was looked into."""
+
+    policy: str
+    num_runs: int
+    mean_kl: float  # nats, over the first positions of an answer
+    max_kl: float  # of one run
+    agreement: float  # share of these positions with the same likeliest token
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges at one moment. Blocks: free + cached + recorded + used = total."""
 
@@ -64,6 +75,10 @@ class EngineStats:
     num_anchors: int = 0  # of the policy kvcomm
     num_anchor_bytes: int = 0  # of the blocks that they hold, which count as recorded
     num_refused_anchors: int = 0  # that there was no room for
+    default_policy: str = ""  # that sessions get now, when a request names none
+    shadows: tuple[ShadowSummary, ...] = ()
+    num_waiting_shadows: int = 0
+    num_dropped_shadows: int = 0
 
 
 class EngineClient(Protocol):

@@ -74,6 +74,8 @@ class RelayConfig:
     anchor_share: float = 0.25  # of the KV cache's blocks that anchors of hand-offs may hold
     anchor_entropy: float = 0.3  # gamma of KVCOMM's gate, see anchor_pools.judge_anchors
     min_anchors: int = 5  # that correct a segment; fewer do more harm than good
+    shadow_rate: float = 0.0  # share of relayed requests that are computed in full when idle
+    shadow_bound: float = 0.05  # mean divergence in nats above which a policy is given up
     num_offsets: int = 0  # keys of recurring hand-offs that are learned at the same time; 0: none
 
 

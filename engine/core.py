@@ -19,6 +19,7 @@ from relaykv.engine.answer import Answer
 from relaykv.engine.batch import ModelRunnerOutput, PendingStep, SampledToken, ScheduledBatch
 from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.client import EngineStats, RecordingInfo, SessionInfo
+from relaykv.engine.config import RelayConfig
 from relaykv.engine.detokenizer import Detokenizer
 from relaykv.engine.handoff_lessons import HandoffLessons
 from relaykv.engine.model_runner import ModelRunner
@@ -27,6 +28,8 @@ from relaykv.engine.recording import RecordingStore, SessionKey
 from relaykv.engine.request import FinishReason, GenerateRequest, RequestOutput
 from relaykv.engine.request_state import Request, RequestStatus
 from relaykv.engine.scheduler import Scheduler
+from relaykv.engine.shadow import ShadowBook, ShadowSampler
+from relaykv.engine.shadow_runs import NUM_STEP_TOKENS, ShadowRuns
 from relaykv.engine.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -63,9 +66,10 @@ class EngineCore:
         pool: BlockPool,
         recordings: RecordingStore,
         policies: Mapping[str, Policy],
-        default_policy: str,
+        relay: RelayConfig,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        block_size: int,
         bytes_per_block: int,
         overlap: bool = False,
         lessons: HandoffLessons | None = None,
@@ -78,7 +82,6 @@ class EngineCore:
         self.pool = pool
         self.recordings = recordings
         self._policies = policies
-        self._default_policy = default_policy
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._bytes_per_block = bytes_per_block
@@ -86,13 +89,18 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()  # in the order of launching
         self._answers: dict[str, Answer] = {}
         self._num_aborts = 0
+        self._book = ShadowBook(relay.default_policy, relay.shadow_bound)
+        sampler = ShadowSampler(relay.shadow_rate)
+        self._shadow = ShadowRuns(
+            sampler, self._book, runner, scheduler, pool, block_size, self._policy_of
+        )
         self._lessons = lessons
         self._anchors = anchors
 
     @property
     def has_work(self) -> bool:
         learns = self._lessons is not None and self._lessons.has_work
-        return self._scheduler.has_work or bool(self._in_flight) or learns
+        return self._scheduler.has_work or bool(self._in_flight) or learns or self._shadow.has_work
 
     def prepare(self, spec: GenerateRequest) -> None:
         """Does what a request needs and other requests should not wait for. For any thread.
@@ -118,10 +126,12 @@ class EngineCore:
                 f"the prompt has {len(spec.prompt_token_ids)} tokens, "
                 f"the model takes {self._max_model_len} with the answer"
             )
+        policy = self._policy_of(spec)
+        self._shadow.interrupt()
         seed = spec.sampling.seed
         request = Request(
             spec=spec,
-            policy=self._policy_of(spec),
+            policy=policy,
             seed=secrets.randbits(63) if seed is None else seed,
             token_ids=list(spec.prompt_token_ids),
         )
@@ -131,10 +141,12 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Ends a request whose caller has gone; unknown and finished ids are ignored."""
-        if request_id in self._scheduler:
+        if request_id in self._answers:
             answer = self._answers.pop(request_id)
+            request = self._scheduler[request_id]
             self._scheduler.finish(request_id, FinishReason.ABORT, answer.num_tokens_sent)
             self._num_aborts += 1
+            self._shadow.ended(request, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
         """Schedules and launches a step, and collects the result of the oldest in flight.
@@ -144,13 +156,17 @@ class EngineCore:
         """
         if self._lessons is not None:  # the callers have their tokens by now
             self._lessons.learn()
-        batch = self._scheduler.schedule()
+        if not (self._scheduler.has_work or self._in_flight):
+            self._shadow.start()
+        is_shadow = self._shadow.is_running
+        batch = self._scheduler.schedule(NUM_STEP_TOKENS if is_shadow else None)
         if batch.requests:
             try:
                 self._launch(batch)
             except Exception:
                 return self._collect() + self._fail_running()
-            if len(self._in_flight) <= self._num_ahead:
+            # A shadow run's next token is not the one that is being sampled.
+            if len(self._in_flight) <= self._num_ahead and not is_shadow:
                 return []
         return self._collect()
 
@@ -183,7 +199,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         blocks, anchors = self.pool.counts(), self._anchors
         return EngineStats(
-            num_running=self._scheduler.num_running,
+            num_running=self._scheduler.num_running - self._shadow.is_running,
             num_waiting=self._scheduler.num_waiting,
             num_free_blocks=blocks.free,
             num_cached_blocks=blocks.cached,
@@ -195,17 +211,22 @@ class EngineCore:
             num_anchors=0 if anchors is None else anchors.num_anchors,
             num_anchor_bytes=0 if anchors is None else anchors.num_blocks * self._bytes_per_block,
             num_refused_anchors=0 if anchors is None else anchors.num_refused,
+            default_policy=self._book.default_policy,
+            shadows=self._book.summaries(),
+            num_waiting_shadows=self._book.num_waiting,
+            num_dropped_shadows=self._book.num_dropped,
         )
 
     def _policy_of(self, spec: GenerateRequest) -> Policy:
         name = spec.relay.policy
         if spec.relay.session is None:
             name = "full"  # nothing approximate ever happens without a session
-        name = name or self._default_policy
+        name = name or self._book.default_policy
         return find_policy(self._policies, name, self.runner.num_layers)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         requests = tuple(self._scheduler[part.request_id] for part in batch.requests)
+        self._shadow.before_launch(requests, batch)
         step = self.runner.launch(batch)
         self._scheduler.advance(batch)
         self._in_flight.append(_InFlight(step, batch, requests))
@@ -222,6 +243,7 @@ class EngineCore:
         return self._update(oldest.unfinished(), output)
 
     def _update(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> list[RequestOutput]:
+        output = self._shadow.forced(output)
         sampled = {
             part.request_id: output.sampled[part.request_id]
             for part in batch.requests
@@ -232,6 +254,8 @@ class EngineCore:
         self._collect_prompt_logprobs(batch, output)
         outputs = []
         for request_id, token in sampled.items():
+            if request_id not in self._answers:
+                continue  # a shadow run's, which nobody is told
             request = self._scheduler[request_id]
             if token.error is not None:
                 outputs.append(self._finish(request, FinishReason.ERROR, "", error=token.error))
@@ -240,11 +264,14 @@ class EngineCore:
                 outputs.append(self._finish(request, FinishReason.STOP, text))
             else:
                 outputs.append(self._tell(request, token))
+        self._shadow.advance()
         return outputs
 
     def _collect_prompt_logprobs(self, batch: ScheduledBatch, output: ModelRunnerOutput) -> None:
         for part in batch.requests:
-            answer = self._answers[part.request_id]
+            answer = self._answers.get(part.request_id)
+            if answer is None:
+                continue  # a shadow run's
             if part.start == 0:  # the first chunk, perhaps once more after a preemption
                 answer.prompt_logprobs = ()
             answer.prompt_logprobs += output.scored.get(part.request_id, ())
@@ -283,10 +310,12 @@ class EngineCore:
         answer = self._answers.pop(request.id)
         output = answer.output(request, text, token, reason, error)
         self._scheduler.finish(request.id, reason, answer.num_tokens_sent)
+        self._shadow.ended(request, reason)
         return output
 
     def _fail_running(self) -> list[RequestOutput]:
         """Ends the running requests, and with them all that is in flight. In an `except` only."""
+        self._shadow.give_up()
         running = self._scheduler.running()
         _log.exception("a step failed; %d running requests end with an error", len(running))
         while self._in_flight:  # its requests are among them, and it may have read what failed

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from relaykv.engine.assembly import EngineParts
+from relaykv.engine.divergence import kl_divergence
 from relaykv.engine.fidelity_scores import Score, common_share, computed_share
 from relaykv.engine.handoff import Handoff, holds_answer
 from relaykv.engine.policy import Bands, Placement, find_policy
@@ -210,18 +209,6 @@ def score(
         same_answer=full.choices == reading.choices,
         right=right,
     )
-
-
-def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of `other` from `reference`, in nats.
-
-    Args:
-        reference, other: log-probabilities, fp32 [positions, vocab].
-
-    Returns:
-        fp32 [positions]; rounding below zero is taken off.
-    """
-    return (reference.exp() * (reference - other)).sum(dim=-1).clamp_min(0.0)
 
 
 def _can_be_known(prompts: HandoffPrompts, texts: dict[str, str]) -> str | None:

@@ -57,6 +57,18 @@ class _Step:
         return ModelRunnerOutput(sampled, self.recomputed, scored)
 
 
+@dataclass(slots=True)
+class _Watch:
+    """Logits of a request's first tokens, on the device."""
+
+    num_positions: int
+    logits: list[Tensor] = field(default_factory=list)
+
+    def keep(self, logits: Tensor) -> None:
+        if len(self.logits) < self.num_positions:
+            self.logits.append(logits.clone())
+
+
 class ModelRunner:
     """Model, KV cache, attention backend and sampler of one device.
 
@@ -101,11 +113,21 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._influence_step_stride = device.influence_step_stride
         self._num_steps = 0
+        self._watched: dict[str, _Watch] = {}
         self._sampled: tuple[Tensor, Mapping[str, int]] | None = None  # of the step before
 
     @property
     def num_layers(self) -> int:
         return self._model.config.num_layers
+
+    def watch(self, request_id: str, num_positions: int) -> None:
+        """Keeps the logits that a request's next tokens are chosen by, as the model gives them."""
+        self._watched[request_id] = _Watch(num_positions)
+
+    def unwatch(self, request_id: str) -> list[Tensor]:
+        """The logits that were kept, fp32 [vocab] each; keeps no more."""
+        watch = self._watched.pop(request_id, None)
+        return [] if watch is None else watch.logits
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
         """Captures decode steps, and from now on runs those that are covered as graphs."""
@@ -167,6 +189,9 @@ class ModelRunner:
         logits, recomputed = self._forward(forward_batch)
         rows = [r.sampling for r in batch.requests if r.sampling is not None]
         names = forward_batch.sample_request_ids
+        for place, name in enumerate(names):
+            if name in self._watched:
+                self._watched[name].keep(logits[place])
         sampled = self._sampler.start(logits[: len(rows)], rows)
         self._sampled = (sampled.token_ids, {name: place for place, name in enumerate(names)})
         scored = [r for r in batch.requests if r.scored_token_ids]

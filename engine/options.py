@@ -19,6 +19,8 @@ class EngineOptions:
     max_num_requests: int = 32  # running at the same time
     relay_policy: str = "auto"  # for requests that name a session and no policy
     learned_memory_bytes: int = 64 << 20  # for what recurring hand-offs have in common; 0: nothing
+    shadow_rate: float = 0.0  # share of relayed requests computed in full too, when idle
+    shadow_bound: float = 0.05  # nats from full answers at which the default policy is given up
     anchor_share: float = 0.25  # of the KV cache, for the anchors of the policy kvcomm; 0: none
     profile: str | None = None  # file with the model's relay bands; None: the shipped one
     num_threads: int | None = None  # None: torch decides

@@ -122,13 +122,20 @@ class RecordingStore:
         session.recordings[recording.id] = recording
         session.index.add(recording.id, token_ids, taint)
 
-    def match(self, key: SessionKey, token_ids: list[int], start: int) -> list[Segment]:
-        """Segments of a prompt behind `start` that this session has recorded."""
+    def match(
+        self, key: SessionKey, token_ids: list[int], start: int, without: str = ""
+    ) -> list[Segment]:
+        """Segments of a prompt behind `start` that this session has recorded.
+
+        Args:
+            without: a request whose recording is not to be found.
+        """
         session = self._sessions.get(key)
         if session is None:
             return []
         session.last_used = self._now()
-        return session.index.match(token_ids, start, len(token_ids))
+        hidden = [r.id for r in session.recordings.values() if without and r.request_id == without]
+        return session.index.match(token_ids, start, len(token_ids), hidden)
 
     def has_session(self, key: SessionKey) -> bool:
         return key in self._sessions

@@ -64,6 +64,7 @@ class RelayOptions:
     explain: bool = False  # whether the report lists segments and runs
     # Names the kind of agent that asks, as one that asks again would; "": the engine finds one.
     agent_class: str = ""
+    not_from: str = ""  # id of a request whose recording is not to be relayed from
     question: str = ""  # names what the agent is asked, the same for all who are asked the same
 
 

@@ -87,12 +87,15 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting.append(request)
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, max_tokens: int | None = None) -> ScheduledBatch:
         """Chooses the rows of the next step and makes room for them.
+
+        Args:
+            max_tokens: of a step that is to be shorter than others.
 
         The batch is empty when there is nothing to do before the step in flight is over.
         """
-        budget = float(self._config.max_num_batched_tokens)
+        budget = float(max_tokens or self._config.max_num_batched_tokens)
         scheduled: list[ScheduledRequest] = []
         max_len = self._config.max_model_len
         decoding = [r for r in self._running if not (r.is_prefilling or r.has_all_tokens(max_len))]

@@ -9,7 +9,7 @@ found there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,11 +59,16 @@ class SegmentIndex:
         del self._entries[recording_id]
         self._table = self._table.without(recording_id)
 
-    def match(self, token_ids: Sequence[int], start: int, stop: int) -> list[Segment]:
+    def match(
+        self, token_ids: Sequence[int], start: int, stop: int, without: Collection[int] = ()
+    ) -> list[Segment]:
         """Covers [start, stop) of a prompt with disjoint segments, left to right.
 
         At each place the recording with the least taint wins, then the longest match, then
         the oldest recording (the producer's own, rather than a reader's copy).
+
+        Args:
+            without: ids of recordings that are not to be found.
         """
         ids = np.asarray(token_ids[start:stop], dtype=np.int64)
         hashes = _rolling_hashes(ids, self._min_segment_tokens)
@@ -77,7 +82,8 @@ class SegmentIndex:
             best = None
             if hits.size:
                 position = int(hits[0])
-                best = self._best(ids, position, self._table.places(hashes[position]))
+                places = self._table.places(hashes[position])
+                best = self._best(ids, position, [p for p in places if p[0] not in without])
                 place = int(np.searchsorted(maybe, best.stop if best else position + 1))
             else:
                 place += _CHUNK

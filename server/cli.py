@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import re
 import sys
@@ -104,6 +105,16 @@ def _share(text: str) -> float:
     return share
 
 
+def _bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not 0 < bound < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no divergence above 0")
+    return bound
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"'{text}' is no port number from 0 to 65535")
@@ -184,6 +195,21 @@ def _add_engine(serve: argparse.ArgumentParser, defaults: EngineOptions) -> None
         help="for requests that name a session and no policy (default: %(default)s)",
     )
     engine.add_argument(
+        "--shadow-rate",
+        type=_share_or_zero,
+        metavar="SHARE",
+        default=defaults.shadow_rate,
+        help="share of relayed requests that are computed in full too, when the server is idle, to "
+        "see how far answers drift; 0: none (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--shadow-bound",
+        type=_bound,
+        metavar="NATS",
+        default=defaults.shadow_bound,
+        help="mean drift of 20 of them at which sessions get a safer policy (default: %(default)s)",
+    )
+    engine.add_argument(
         "--learned-memory",
         type=parse_size_or_zero,
         metavar="SIZE",
@@ -258,6 +284,8 @@ def _serve(options: argparse.Namespace) -> int:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_requests=options.max_num_requests,
         relay_policy=options.relay_policy,
+        shadow_rate=options.shadow_rate,
+        shadow_bound=options.shadow_bound,
         learned_memory_bytes=options.learned_memory,
         anchor_share=options.anchor_share,
         profile=options.profile,

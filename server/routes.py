@@ -93,12 +93,19 @@ async def show_relay(request: Request) -> JSONResponse:
     """What relaying this server offers, and in which layers the policy `relay` repairs."""
     state = state_of(request)
     engine = state.backend().engine
-    chosen = engine.relay_bands
+    chosen, stats = engine.relay_bands, await engine.stats()
     answer = {
         "object": "relay",
         "model": engine.model.name,
         "policies": list(engine.policies),
-        "default_policy": state.settings.default_policy,
+        # Not always what the server was started with: drift may have moved it to a safer one.
+        "default_policy": stats.default_policy or state.settings.default_policy,
+        "started_with_policy": state.settings.default_policy,
+        "shadow": {
+            "policies": [dataclasses.asdict(summary) for summary in stats.shadows],
+            "waiting": stats.num_waiting_shadows,
+            "dropped": stats.num_dropped_shadows,
+        },
         "fingerprint": chosen.fingerprint,
         "bands": dataclasses.asdict(chosen.bands),
         "bands_source": chosen.source,

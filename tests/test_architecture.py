@@ -65,6 +65,7 @@ PURE = {
     "request_state",
     "scheduler",
     "segment",
+    "shadow",
     "segment_choice",
     "segment_index",
     "tokenizer",
@@ -73,6 +74,7 @@ DEVICE = {
     "anchor_offsets",
     "decode_graphs",
     "device",
+    "divergence",
     "forced_pass",
     "forward_batch",
     "forward_pass",
@@ -105,6 +107,7 @@ ASSEMBLY = {
     "policy_reader",
     "producers",
     "profiler",
+    "shadow_runs",
 }
 
 # The command line: what may import the assembled engine, inside a function only.

@@ -9,6 +9,7 @@ from typing import cast
 from engine_factory import POLICIES, EngineSizes, FakeEngine
 from tiny_core import Result, SpellingTokenizer, take
 
+from relaykv.engine.config import RelayConfig
 from relaykv.engine.core import EngineCore
 from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.request import GenerateRequest
@@ -28,7 +29,8 @@ def fake_core(overlap: bool, sizes: EngineSizes) -> tuple[FakeEngine, EngineCore
         pool=engine.pool,
         recordings=engine.recordings,
         policies=POLICIES,
-        default_policy="shift",
+        relay=RelayConfig(default_policy="shift"),
+        block_size=sizes.block_size,
         eos_token_ids=EOS_TOKEN_IDS,
         max_model_len=sizes.max_model_len,
         bytes_per_block=1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relaykv.engine.assembly import EngineParts, build_core, prepare
-from relaykv.engine.fidelity import kl_divergence
+from relaykv.engine.divergence import kl_divergence
 from relaykv.engine.options import EngineOptions
 from relaykv.engine.policy import Bands, Deviation, Policy, Selection
 from relaykv.engine.policy_reader import PolicyReader

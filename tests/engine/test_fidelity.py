@@ -13,12 +13,12 @@ from planted_model import planted_handoffs, prompt
 from readable_model import readable_parts
 
 from relaykv.engine.assembly import EngineParts, prepare
+from relaykv.engine.divergence import kl_divergence
 from relaykv.engine.fidelity import (
     Fidelity,
     FidelityLengths,
     HandoffResult,
     choose_policies,
-    kl_divergence,
 )
 from relaykv.engine.fidelity_scores import Score
 from relaykv.engine.handoff import HandoffError, read_handoffs

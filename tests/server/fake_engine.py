@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from relaykv.engine.client import EngineStats, ModelCard, RecordingInfo, SessionInfo
+from relaykv.engine.client import EngineStats, ModelCard, RecordingInfo, SessionInfo, ShadowSummary
 from relaykv.engine.policy import Bands
 from relaykv.engine.relay_profile import BandsSource, ChosenBands
 from relaykv.engine.relay_report import (
@@ -113,6 +113,7 @@ class FakeEngine:
         self.relay_bands = ChosenBands(
             Bands(1, 3, 6), BandsSource.OWN, "0123456789abcdef", Path("folder/profile.json")
         )
+        self.moved: tuple[str, tuple[ShadowSummary, ...]] = ("", ())
         self.deleted: list[tuple[str, str]] = []
         self.tenants: list[str] = []
 
@@ -179,7 +180,9 @@ class FakeEngine:
         return session == "team/a"
 
     async def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 1, 0, 0, 0, 1, 0, len(self.script.aborted))
+        stats = EngineStats(0, 0, 1, 0, 0, 0, 1, 0, len(self.script.aborted))
+        policy, shadows = self.moved
+        return replace(stats, default_policy=policy, shadows=shadows)
 
 
 def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob, ...]:

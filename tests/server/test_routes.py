@@ -8,6 +8,7 @@ import pytest
 from app_client import CHAT, AppClient
 from fake_engine import MAX_MODEL_LEN, FakeEngine, fake_state
 
+from relaykv.engine.client import ShadowSummary
 from relaykv.engine.policy import Bands
 from relaykv.engine.relay_profile import BandsSource, ChosenBands
 from relaykv.server.app import create_app
@@ -109,8 +110,31 @@ def test_health_fails_after_the_engine_has_died(client: AppClient, engine: FakeE
 def test_relay_tells_policies_and_the_default(client: AppClient) -> None:
     answer = client.get("/v1/relay").json()
     assert answer["policies"] == ["full", "shift", "relay"]
-    assert answer["default_policy"] == "auto"
+    assert answer["default_policy"] == answer["started_with_policy"] == "auto"
     assert answer["model"] == "org/tiny"
+
+
+def test_relay_tells_how_far_answers_drifted_and_what_sessions_get_now(
+    client: AppClient, engine: FakeEngine
+) -> None:
+    summary = ShadowSummary("auto", 20, 0.07, 0.3, 0.9)
+    engine.moved = ("auto@0.25", (summary,))
+    answer = client.get("/v1/relay").json()
+    assert answer["default_policy"] == "auto@0.25"
+    assert answer["started_with_policy"] == "auto"
+    assert answer["shadow"] == {
+        "policies": [
+            {
+                "policy": "auto",
+                "num_runs": 20,
+                "mean_kl": 0.07,
+                "max_kl": 0.3,
+                "agreement": 0.9,
+            }
+        ],
+        "waiting": 0,
+        "dropped": 0,
+    }
 
 
 def test_relay_tells_the_bands_and_where_they_come_from(
