@@ -20,7 +20,7 @@ SCRIPTS := tests benchmarks
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-kernels links serve demo check test test-slow test-all jit test-clients bench bench-fidelity pipelines clean
+.PHONY: help setup setup-kernels links serve demo check test test-slow test-all jit test-clients bench bench-fidelity pipelines data clean
 .DELETE_ON_ERROR:
 
 help:  ## list these verbs
@@ -102,6 +102,9 @@ bench-fidelity: setup  ## what every policy costs and changes, on the shipped ha
 
 pipelines: setup  ## write hand-offs of eight recurring pipelines, to learn from and to measure on
 	$(BIN)/python benchmarks/pipeline_handoffs.py --output benchmarks/out
+
+data: setup  ## fetch public tasks and write them as hand-offs to measure on
+	$(BIN)/python benchmarks/task_data.py --output benchmarks/out/data $(ARGS)
 
 clean:  ## remove what these verbs made; the models in RELAYKV_HOME stay
 	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

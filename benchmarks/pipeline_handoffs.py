@@ -82,6 +82,9 @@ def main() -> int:
     parser.add_argument(
         "--lessons", type=int, default=6, metavar="COUNT", help="of every pipeline's 14 tasks"
     )
+    parser.add_argument(
+        "--no-answers", action="store_true", help="measure distributions only, which is faster"
+    )
     parser.add_argument("--only", action="append", metavar="ID", help="take this pipeline only")
     arguments = parser.parse_args()
     pipelines = load_pipelines(_FOLDER / "pipelines.json")
@@ -95,6 +98,9 @@ def main() -> int:
         "crossed.jsonl": crossed(wanted, outputs, arguments.lessons),
     }
     for name, lines in files.items():
+        for line in lines:
+            if arguments.no_answers:
+                line.pop("answer", None)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (arguments.output / name).write_text(text, encoding="utf-8")
         print(f"{len(lines)} hand-offs  {arguments.output / name}")
