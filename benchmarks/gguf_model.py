@@ -163,7 +163,11 @@ def _sources(config: Mapping[str, Any], has_head: bool) -> dict[str, tuple[str, 
 
 def _dense(tensor: ReaderTensor, rows: slice = slice(None)) -> NDArray[np.float32]:
     """Rows of a tensor, [out, in] or [out], in fp32."""
-    dense: NDArray[np.float32] = dequantize(tensor.data[rows], tensor.tensor_type)
+    try:
+        dense: NDArray[np.float32] = dequantize(tensor.data[rows], tensor.tensor_type)
+    except NotImplementedError as error:
+        kind = tensor.tensor_type.name
+        raise GgufModelError(f"tensor {tensor.name} is of the type {kind}") from error
     return dense
 
 
