@@ -1,6 +1,7 @@
 """Benchmarks are scripts, not a package: their folder is put on the path as when they run.
 
-So is tests/clients, whose fake server the benchmarks' tests share.
+So are tests/clients, whose fake server the benchmarks' tests share, and tests/engine, whose tiny
+models.
 """
 
 from __future__ import annotations
@@ -10,5 +11,5 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 
-for _folder in ("benchmarks", "tests/clients"):
+for _folder in ("benchmarks", "tests/clients", "tests/engine"):
     sys.path.insert(0, str(_ROOT / _folder))

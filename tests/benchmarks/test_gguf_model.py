@@ -1,149 +1,147 @@
+"""A tiny GGUF file becomes a folder that the engine and transformers read alike."""
+
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dense_forward import dense_logits
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
 from gguf_model import GgufModelError, convert_qwen2
-from safetensors.numpy import load_file
-from tiny_gguf import (
-    ENDOFTEXT_ID,
-    FFN,
-    HIDDEN,
-    NUM_LAYERS,
-    TOKENS,
-    tiny_weights,
-    write_tiny_gguf,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.quantization_config import GgufConfig
+from gguf_tokenizer import GgufTokenizerError
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from tiny_gguf import GgufPlan, gguf_tensors, source_model, write_gguf
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from relaykv.engine.loader import load_model, read_model_config
 
-Q8_0, Q5_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0
+CPU = torch.device("cpu")
+IDS = torch.randint(300, (60,), generator=torch.Generator().manual_seed(2))
 
 
-def converted(tmp_path: Path, weights: Any = None, **how: Any) -> Path:
-    file, folder = tmp_path / "tiny.gguf", tmp_path / "model"
-    write_tiny_gguf(file, tiny_weights() if weights is None else weights, **how)
-    convert_qwen2(file, folder)
-    return folder
+def converted(folder: Path, plan: GgufPlan | None = None, tied: bool = True) -> Path:
+    file = write_gguf(folder / "tiny.gguf", source_model(tied), plan)
+    convert_qwen2(file, folder / "model")
+    return folder / "model"
 
 
-def test_the_engine_loads_the_folder_and_every_weight_is_at_its_place(tmp_path: Path) -> None:
-    weights = tiny_weights()
-    folder = converted(tmp_path, weights)
-    load_model(folder, torch.float16, torch.device("cpu"))  # raises when a name or shape is wrong
-    tensors = load_file(folder / "model.safetensors")
-    for theirs, ours in (
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"),
-        ("blk.1.attn_v.bias", "model.layers.1.self_attn.v_proj.bias"),
-        ("blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
-        ("blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight"),
-    ):
-        assert np.array_equal(tensors[ours], weights[theirs].astype(np.float16)), ours
+@torch.inference_mode()
+def source_logits(tied: bool = True) -> Tensor:
+    logits: Tensor = source_model(tied)(IDS[None]).logits[0]
+    return logits
 
 
-def test_the_config_says_what_the_file_says(tmp_path: Path) -> None:
-    config = read_model_config(converted(tmp_path))
-    assert (config.family, config.num_layers, config.hidden_size) == ("qwen2", NUM_LAYERS, HIDDEN)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert (config.intermediate_size, config.vocab_size) == (FFN, len(TOKENS))
-    assert (config.rope.theta, config.rms_norm_eps, config.max_model_len) == (1e6, 1e-6, 128)
-    assert (config.qkv_bias, config.attention_out_bias) == (True, False)
-    assert config.eos_token_ids == (ENDOFTEXT_ID + 2, ENDOFTEXT_ID)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@torch.inference_mode()
+def test_engine_and_transformers_give_the_logits_of_the_source(tied: bool, tmp_path: Path) -> None:
+    folder = converted(tmp_path, tied=tied)
+    expected = source_logits(tied)
+    ours = dense_logits(load_model(folder, torch.float32, CPU), IDS.tolist())
+    reread = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert expected.abs().max() > 1.0
+    assert (ours - expected).abs().max() <= 1e-4
+    assert (reread(IDS[None]).logits[0] - expected).abs().max() <= 1e-4
+    assert reread.config.tie_word_embeddings == tied
 
 
-def test_the_weights_are_those_that_transformers_reads_from_the_same_file(tmp_path: Path) -> None:
-    # An independent reader with a table of names of its own; above all it does not permute
-    # queries and keys either. Multiples of 1/16 are the same in fp16.
-    weights = {name: np.round(w * 16) / 16 for name, w in tiny_weights().items()}
-    folder = converted(tmp_path, weights)
-    read = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        gguf_file="tiny.gguf",
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).state_dict()
-    ours = load_file(folder / "model.safetensors")
-    assert set(ours) == set(read) - {"lm_head.weight"}
-    for name, weight in ours.items():
-        assert np.array_equal(weight.astype(np.float32), read[name].numpy()), name
+def test_config_holds_what_the_file_says(tmp_path: Path) -> None:
+    folder = converted(tmp_path)
+    config = read_model_config(folder)
+    source = source_model().config
+    assert (config.family, config.qkv_bias, config.attention_out_bias) == ("qwen2", True, False)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
+    assert config.rms_norm_eps == source.rms_norm_eps == 1e-6
+    assert config.rope.theta == source.rope_parameters["rope_theta"]
+    assert config.max_model_len == source.max_position_embeddings
+    assert config.vocab_size == source.vocab_size
+    generation = json.loads((folder / "generation_config.json").read_text())
+    turn, text = config.eos_token_ids  # the end of a turn first, then that of a text
+    assert generation["eos_token_id"] == [turn, text]
+    assert generation["pad_token_id"] == text
 
 
-def test_a_matrix_quantised_twice_is_tied_from_the_output(tmp_path: Path) -> None:
-    weights = tiny_weights()
-    weights["output.weight"] = weights["token_embd.weight"]
-    kinds = {"output.weight": Q8_0, "token_embd.weight": Q5_0}
-    folder = converted(tmp_path, weights, quantised=kinds)
-    tensors = load_file(folder / "model.safetensors")
-    fine = dequantize(quantize(weights["output.weight"], Q8_0), Q8_0)
-    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in tensors
-    assert np.array_equal(tensors["model.embed_tokens.weight"], fine.astype(np.float16))
+@pytest.mark.parametrize(
+    ("kind", "levels"), [(GGMLQuantizationType.Q8_0, 127), (GGMLQuantizationType.Q5_0, 16)]
+)
+def test_every_weight_is_within_its_quantisation_step_of_the_source(
+    kind: GGMLQuantizationType, levels: int, tmp_path: Path
+) -> None:
+    tensors = gguf_tensors(source_model())
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+    folder = converted(tmp_path, GgufPlan(quantised=dict.fromkeys(matrices, kind)))
+    state = source_model().state_dict()
+    del state["lm_head.weight"]  # the embedding once more
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == state.keys()
+    for name, expected in state.items():
+        error = (found[name].float() - expected).abs()
+        if expected.ndim == 1:
+            assert error.max() == 0
+            continue
+        blocks = expected.reshape(-1, 32).abs().amax(-1)  # of 32 weights with one scale
+        assert (error.reshape(-1, 32).amax(-1) <= 1.02 * blocks / levels).all(), name
+        assert error.max() > 0
 
 
-def test_an_output_of_its_own_stays_one(tmp_path: Path) -> None:
-    weights = tiny_weights()
-    weights["output.weight"] = tiny_weights(1)["token_embd.weight"]
-    folder = converted(tmp_path, weights)
-    load_model(folder, torch.float16, torch.device("cpu"))
-    assert not read_model_config(folder).tie_word_embeddings
-    head = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert np.array_equal(head, weights["output.weight"].astype(np.float16))
-
-
-def test_the_folder_has_a_tokenizer_that_transformers_loads(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(converted(tmp_path))
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "def x"}], tokenize=False, add_generation_prompt=True
+def test_of_two_quantisations_of_one_matrix_the_output_is_kept_for_both(tmp_path: Path) -> None:
+    embedding = gguf_tensors(source_model())["token_embd.weight"]
+    plan = GgufPlan(
+        quantised={"token_embd.weight": GGMLQuantizationType.Q5_0},
+        tensors={"output.weight": embedding},
     )
-    assert text == "<|im_start|>user\ndef x<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer("<|im_end|>")["input_ids"] == [ENDOFTEXT_ID + 2]
-    assert tokenizer.eos_token == "<|im_end|>"
+    folder = converted(tmp_path, plan)
+    assert read_model_config(folder).tie_word_embeddings
+    logits = dense_logits(load_model(folder, torch.float32, CPU), IDS.tolist())
+    assert (logits - source_logits()).abs().max() <= 1e-4
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GgufModelError, match="architecture 'llama'"):
-        converted(tmp_path, architecture="llama")
+def of_shape(*shape: int, value: float = 0.5) -> NDArray[np.float32]:
+    return np.full(shape, value, np.float32)
 
 
-@pytest.mark.parametrize("name", ["blk.1.attn_k.bias", "token_embd.weight"])
-def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
-    weights = tiny_weights()
-    del weights[name]
-    with pytest.raises(GgufModelError, match=f"tensor {name} is missing"):
-        converted(tmp_path, weights)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (GgufPlan(architecture="llama"), "architecture 'llama'; only 'qwen2'"),
+        (GgufPlan(tensors={"blk.1.attn_k.bias": None}), "tensor blk.1.attn_k.bias is missing"),
+        (GgufPlan(tensors={"blk.0.ffn_x.weight": of_shape(2)}), "unexpected tensor blk.0.ffn_x"),
+        (
+            GgufPlan(tensors={"blk.2.attn_v.weight": of_shape(64, 64)}),
+            re.escape("blk.2.attn_v.weight has shape (64, 64), not (32, 64)"),
+        ),
+        (
+            GgufPlan(tensors={"output_norm.weight": of_shape(64, value=1e6)}),
+            "output_norm.weight holds 1000000.0, which fp16 cannot",
+        ),
+        (
+            GgufPlan(tensors={"output_norm.weight": of_shape(64, value=float("nan"))}),
+            "output_norm.weight holds nan",
+        ),
+    ],
+    ids=["architecture", "missing", "unexpected", "shape", "too large", "nan"],
+)
+def test_a_file_that_does_not_fit_is_refused_by_name(
+    plan: GgufPlan, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GgufModelError, match=message):
+        converted(tmp_path, plan)
+    assert not (tmp_path / "model").exists()
 
 
-def test_a_tensor_that_has_no_place_is_named(tmp_path: Path) -> None:
-    weights = tiny_weights() | {"blk.0.attn_q_norm.weight": np.ones(16, dtype=np.float32)}
-    with pytest.raises(GgufModelError, match=r"unexpected tensor blk\.0\.attn_q_norm\.weight"):
-        converted(tmp_path, weights)
+def test_a_file_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GgufTokenizerError, match="no chat template"):
+        converted(tmp_path, GgufPlan(template=""))
 
 
-def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
-    weights = tiny_weights()
-    weights["blk.0.attn_k.weight"] = weights["blk.0.attn_q.weight"]
-    with pytest.raises(GgufModelError, match=r"attn_k\.weight has shape \(64, 64\), not \(32, 64"):
-        converted(tmp_path, weights)
-
-
-@pytest.mark.parametrize("value", [1e6, float("nan")], ids=["too large", "no number"])
-def test_a_weight_that_half_precision_cannot_hold_is_refused(tmp_path: Path, value: float) -> None:
-    weights = tiny_weights()
-    weights["output_norm.weight"][3] = value
-    with pytest.raises(GgufModelError, match=r"output_norm\.weight holds"):
-        converted(tmp_path, weights)
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"no model at all" * 10)
-    with pytest.raises(GgufModelError, match=r"cannot read x\.gguf"):
-        convert_qwen2(tmp_path / "x.gguf", tmp_path / "model")
+@pytest.mark.parametrize("content", [b"", b"not a model at all, but text of some length"])
+def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    file.write_bytes(content)
+    with pytest.raises(GgufModelError, match=r"cannot read other\.gguf"):
+        convert_qwen2(file, tmp_path / "model")
