@@ -130,19 +130,16 @@ class Fidelity:
         readings: Mapping[str, Reading],
         asked: str | None,
     ) -> HandoffResult:
+        texts: dict[str, str] = {}
+        if asked is not None:
+            others = [p for p, reading in readings.items() if reading.choices != full.choices]
+            texts = self._reader.answers(name, prompt, others, self._lengths.greedy)
         scores = []
         for policy, reading in readings.items():
-            right = None
-            if asked is not None:
-                same = reading.choices == full.choices
-                text = full.text if same else self._answer(name, prompt, policy)
-                right = holds_answer(text, asked)
+            right = None if asked is None else holds_answer(texts.get(policy, full.text), asked)
             scores.append(score(name, full, reading, self._lengths.compared, right))
         right = None if asked is None else holds_answer(full.text, asked)
         return HandoffResult(name, tuple(scores), right)
-
-    def _answer(self, session: str, prompt: Sequence[int], policy: str) -> str:
-        return self._reader.answer(session, prompt, policy, self._lengths.greedy)
 
 
 def choose_policies(

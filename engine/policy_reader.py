@@ -145,13 +145,26 @@ class PolicyReader:
         ]
         serve(self._core, requests)
 
-    def answer(self, session: str, prompt: Sequence[int], policy: str, num_tokens: int) -> str:
-        """What a policy answers to a prompt that it has just read, greedily."""
-        relay = RelayOptions(session, policy, store=False)
+    def answers(
+        self, session: str, prompt: Sequence[int], policies: Sequence[str], num_tokens: int
+    ) -> dict[str, str]:
+        """What policies answer to a prompt that they have just read, greedily."""
         greedy = SamplingParams(num_tokens, temperature=0.0)
-        name = f"{session}/{policy}/answer"
-        request = GenerateRequest(name, tuple(prompt), greedy, relay, policy)
-        return "".join(output.text for output in serve(self._core, [request])[name])
+        requests = {
+            policy: GenerateRequest(
+                f"{session}/{policy}/answer",
+                tuple(prompt),
+                greedy,
+                RelayOptions(session, policy, store=False),
+                policy,
+            )
+            for policy in policies
+        }
+        served = serve(self._core, list(requests.values()))
+        return {
+            policy: "".join(output.text for output in served[request.request_id])
+            for policy, request in requests.items()
+        }
 
     def forget(self, session: str) -> None:
         """Deletes a session everywhere."""

@@ -82,7 +82,7 @@ def test_likeliest_tokens_and_greedy_decoding_agree_up_to_the_first_difference()
         for policy, reading in readings.items():
             common = _num_common(reading.choices, full.choices)
             differed += common < len(full.choices)
-            decoded = reader.answer(session, prompt, policy, 12).split()
+            decoded = reader.answers(session, prompt, [policy], 12)[policy].split()
             known = [str(token) for token in reading.choices[: common + 1] if token != 2]
             assert decoded[: len(known)] == known
     assert differed > 0
