@@ -211,6 +211,8 @@ def _command(options: argparse.Namespace, policies: Sequence[str]) -> str:
     words = ["relaykv", "fidelity", "--model", options.model]
     if options.test != FidelityTest.HANDOFFS:
         words += ["--test", options.test]
+    if options.learn is not None:
+        words += ["--learn", options.learn.name]
     if options.handoffs is not None:
         words += ["--handoffs", options.handoffs.name]
     if options.limit is not None:
