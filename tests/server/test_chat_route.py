@@ -229,7 +229,9 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(client: AppClient) -> 
     response = client.chat(relay={"policy": "magic"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "relay.policy"
-    assert "unknown policy 'magic'; known: full, shift, relay" in response.json()["error"]["message"]
+    assert (
+        "unknown policy 'magic'; known: full, shift, relay" in response.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize("name", [None, "org/tiny", "tiny", "openai/org/tiny", "openai/tiny"])
