@@ -23,10 +23,12 @@ from typing import Any, Protocol, TypeVar
 
 SHIPPED = Path(__file__).parent / "profiles"  # hand-offs among them
 _PLACEHOLDER = re.compile(r"\{output_(\d+)\}")
-
-
-# A sign counts unless it stands between two terms.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?<![\w.])\d[\d,]*(?:\.\d+)?")
+# A number on its own, with or without commas between thousands: no part of a word, a list, a longer
+# number or a version. A sign counts unless it stands between two terms.
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w|\.\d|,\d{3}(?!\d))"
+)
+_CODE = re.compile(r"0\d")  # how numbers begin that are names: their zeros count
 
 
 class _Entry(Protocol):
@@ -80,9 +82,10 @@ def holds_answer(text: str, answer: str) -> bool:
     """Whether a text contains an answer: as whole words, whatever its case and spaces.
 
     A number is contained where one of the same value stands: 1000 in "$1,000.00", not in "1000.5".
+    One that begins with a needless zero is a name, and is contained as it is.
     """
     wanted = _NUMBER.fullmatch(answer.strip().lstrip("$"))
-    if wanted:
+    if wanted and not _CODE.match(wanted[0]):
         return _value(wanted[0]) in {_value(found) for found in _NUMBER.findall(text)}
     words = (re.escape(word) for word in answer.split())
     pattern = r"(?<!\w)" + r"\s+".join(words) + r"(?!\w)"

@@ -178,6 +178,15 @@ def test_a_file_that_is_missing_or_empty_or_no_text_is_refused(tmp_path: Path) -
         ("9-5", "5", True),
         ("model v25", "25", False),
         ("10", "100", False),
+        ("They need 1,600 bricks.", "600", False),
+        ("1,234,567", "1,234", False),
+        ("2,3 and 4", "3", True),
+        ("12,3456 is no number", "12", True),
+        ("version 1.2.3", "1.2", False),
+        ("the 18th", "18", False),
+        ("room 7", "007", False),
+        ("room 007", "007", True),
+        ("", "0", False),
     ],
 )
 def test_a_number_is_held_where_one_of_its_value_stands(
