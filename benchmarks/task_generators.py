@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10)
     arguments = parser.parse_args()
     for task in generate(arguments.wheel, arguments.generator, arguments.seed, arguments.count):
-        print(json.dumps(task))
+        print(json.dumps(task, default=str))  # metadata may hold fractions
     return 0
 
 

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import task_generators
 from task_data import TaskDataError, download, licence_of, write_all, write_set
 from task_generators import generate
 from task_handoffs import (
@@ -257,6 +258,7 @@ def test_generators_run_from_the_wheel_without_the_rest_of_their_package(
         "coaching": "",
         "cognition/__init__": "import another_one",
         "cognition/needle_haystack": """
+from fractions import Fraction
 from random import Random
 from .. import coaching
 def NeedleHaystackConfig(**settings):
@@ -264,7 +266,9 @@ def NeedleHaystackConfig(**settings):
 def NeedleHaystackDataset(config):
     numbers = Random(config["seed"])
     statements = range(config["min_num_statements"], config["max_num_statements"])
-    return [{"answer": numbers.choice(statements)} for _ in range(config["size"])]
+    facts = {"odds": Fraction(1, 3)}
+    answers = [numbers.choice(statements) for _ in range(config["size"])]
+    return [{"answer": answer, "metadata": facts} for answer in answers]
 """,
     }
     wheel = tmp_path / "g.whl"
@@ -276,6 +280,11 @@ def NeedleHaystackDataset(config):
     assert len(first) == 30
     assert _generated(wheel, 7) == first
     assert _generated(wheel, 8) != first
+    command = [sys.executable, task_generators.__file__, str(wheel), "needle_haystack"]
+    printed = subprocess.run([*command, "--seed", "7"], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert [line["answer"] for line in lines] == [task["answer"] for task in first[:10]]
+    assert lines[0]["metadata"] == {"odds": "1/3"}  # JSON has no such number
 
 
 def _generated(wheel: Path, seed: int) -> list[dict[str, object]]:
