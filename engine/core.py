@@ -168,6 +168,8 @@ class EngineCore:
             # A shadow run's next token is not the one that is being sampled.
             if len(self._in_flight) <= self._num_ahead and not is_shadow:
                 return []
+        elif is_shadow:
+            self._shadow.give_up()  # there are no blocks for it after all
         return self._collect()
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:

@@ -133,7 +133,8 @@ class RecordingStore:
         session = self._sessions.get(key)
         if session is None:
             return []
-        session.last_used = self._now()
+        if not without:  # else nobody is using it: the engine looks into a request of its own
+            session.last_used = self._now()
         hidden = [r.id for r in session.recordings.values() if without and r.request_id == without]
         return session.index.match(token_ids, start, len(token_ids), hidden)
 

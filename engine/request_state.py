@@ -156,7 +156,12 @@ class Request:
             token_ids=self._token_range(start, stop),
             block_ids=tuple(block.id for block in self.blocks),
             relay_spans=tuple(self.plan.relay_spans(start, stop)) if self.plan else (),
-            counts_influence=self.session_key is not None and self.num_tokens > len(prompt),
+            # What is not kept leaves no trace in blocks that it shares.
+            counts_influence=(
+                self.session_key is not None
+                and self.spec.relay.store
+                and self.num_tokens > len(prompt)
+            ),
             sampling=sampling,
             scored_token_ids=prompt[start + 1 : stop + 1] if self.computes_all else (),
             num_top_logprobs=self.spec.sampling.num_prompt_logprobs or 0,

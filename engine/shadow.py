@@ -14,6 +14,7 @@ from relaykv.engine.client import ShadowSummary
 
 NUM_POSITIONS = 16  # of an answer, whose distributions are compared
 _NUM_JOBS = 8  # that wait; the oldest gives way
+_NUM_POLICIES = 32  # that are told of; names with shares are made up by clients
 _WINDOW = 20  # runs of a policy that its drift is judged by
 # What is tried next instead of a policy; of any other, the policy that is named last.
 _SAFER = {"shift": "epic", "kvcomm": "auto", "epic": "auto", "learned": "auto", "auto": "auto@0.25"}
@@ -125,8 +126,11 @@ class ShadowBook:
         Returns:
             What to say when the default policy is given up for a safer one.
         """
-        drift = self._drifts.setdefault(policy, _Drift())
+        drift = self._drifts.pop(policy, _Drift())
         drift.add(kl, agreement)
+        self._drifts[policy] = drift
+        if len(self._drifts) > _NUM_POLICIES:
+            del self._drifts[next(iter(self._drifts))]  # the one that was met longest ago
         mean = statistics.fmean(drift.recent)
         is_judged = len(drift.recent) == _WINDOW and policy == self.default_policy
         if not is_judged or mean <= self._bound:

@@ -20,7 +20,6 @@ from relaykv.engine.block_pool import BlockPool
 from relaykv.engine.divergence import kl_divergence
 from relaykv.engine.model_runner import ModelRunner
 from relaykv.engine.policy import Policy
-from relaykv.engine.prefill_plan import SpanKind
 from relaykv.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -75,8 +74,7 @@ class ShadowRuns:
             is_first = part.sampling is not None and not part.sampling.output_token_ids
             if not is_first or request.id == REQUEST_ID or request.id in self._watched:
                 continue
-            plan = request.first_plan
-            if plan is not None and plan.count(SpanKind.RELAY) and self._sampler.take():
+            if request.approximate_from is not None and self._sampler.take():
                 self._watched.add(request.id)
                 self._runner.watch(request.id, NUM_POSITIONS)
 
@@ -85,7 +83,8 @@ class ShadowRuns:
         if request.id not in self._watched:
             return
         self._watched.remove(request.id)
-        kept = self._runner.unwatch(request.id)
+        # To the host: a job may wait long, and the device's memory is planned without it.
+        kept = [logits.cpu() for logits in self._runner.unwatch(request.id)]
         output = tuple(request.output_token_ids[:NUM_POSITIONS])
         kept = kept[: len(output)]  # not of tokens that are no part of the answer
         is_whole = reason not in (FinishReason.ABORT, FinishReason.ERROR)
@@ -154,7 +153,7 @@ class ShadowRuns:
             return
         self._job = None
         self._scheduler.finish(REQUEST_ID, FinishReason.LENGTH, 0)
-        full = _log_probs(self._runner.unwatch(REQUEST_ID))
+        full = _log_probs([logits.cpu() for logits in self._runner.unwatch(REQUEST_ID)])
         relayed = _log_probs(self._kept.pop(job.request_id))
         kl = float(kl_divergence(full, relayed).mean())
         agreement = float((full.argmax(dim=-1) == relayed.argmax(dim=-1)).float().mean())

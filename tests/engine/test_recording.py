@@ -234,3 +234,14 @@ def test_a_session_remembers_when_it_was_last_used() -> None:
     shelf.store.match(KEY, [1] * 20, 0)
 
     assert [last_used for _, _, last_used in shelf.store.sessions("")] == [8.0]
+
+
+def test_a_look_that_leaves_a_recording_out_uses_no_session() -> None:
+    shelf = Shelf()
+    shelf.add("a", range(10))
+    shelf.clock.seconds = 7.0
+    assert shelf.store.match(KEY, list(range(10)), 0, without="a") == []
+    assert next(shelf.store.sessions(""))[2] == 0.0
+    assert shelf.store.match(KEY, list(range(10)), 0, without="b") != []
+    assert shelf.store.match(KEY, list(range(10)), 0) != []
+    assert next(shelf.store.sessions(""))[2] == 7.0

@@ -90,3 +90,13 @@ def test_summaries_tell_means_and_the_worst_run() -> None:
 def test_a_bound_that_is_no_divergence_is_refused(bound: float) -> None:
     with pytest.raises(ValueError, match="divergence above 0"):
         ShadowBook("auto", bound)
+
+
+def test_names_that_clients_make_up_do_not_fill_the_book() -> None:
+    book = ShadowBook("auto", 0.05)
+    for number in range(1, 200):
+        book.note("auto", 0.01, 1.0)
+        book.note(f"auto@0.{number:03}", 0.01, 1.0)
+    summaries = book.summaries()
+    assert len(summaries) == 32
+    assert next(s for s in summaries if s.policy == "auto").num_runs == 199

@@ -183,3 +183,42 @@ def test_a_step_that_fails_during_a_run_drops_it() -> None:
     assert core.stats().num_dropped_shadows == 1
     assert core.pool.counts().used == 0
     assert len(serve(core, request("x", ids(7, 30), 3))[0].outputs) == 3
+
+
+def test_an_answer_behind_approximate_prefix_hits_alone_is_looked_into_as_well() -> None:
+    core = shadowed_core()
+    written = serve(core, request("w", ids(1, 40), 60, "s"))[0]
+    serve(core, reader("r", "s", written))
+    again = serve(core, reader("q", "s", written))[0]
+    while core.has_work:
+        core.step()
+    assert again.relay.num_relayed_tokens == 0
+    assert again.relay.num_prefix_tokens > 100
+    assert core.stats().shadows[0].num_runs == 2
+
+
+def test_a_run_leaves_the_influence_of_shared_tokens_alone() -> None:
+    core = shadowed_core()
+    written = serve(core, request("w", ids(1, 48), 60, "s"))[0]
+    # Its first blocks are the writer's own, hit exactly, also by the shadow run.
+    prompt = [*ids(1, 48), *ids(2, 20), *written.token_ids, *ids(4, 7)]
+    serve(core, request("r", prompt, 12, "s"))
+    before = core.runner.cache.influence.clone()
+    (_, recordings, _), *_ = core.recordings.sessions("")
+    recording = next(one for one in recordings if one.request_id == "w")
+    shared = core.runner.cache.slots([block.id for block in recording.blocks], 0, 48)
+    while core.has_work:
+        core.step()
+    assert core.stats().shadows[0].num_runs == 1
+    assert torch.equal(core.runner.cache.influence[shared], before[shared])
+
+
+def test_a_run_that_gets_no_blocks_after_all_is_dropped() -> None:
+    core = shadowed_core()
+    written = serve(core, request("w", ids(1, 40), 60, "s"))[0]
+    serve(core, reader("r", "s", written))
+    core._scheduler._admission.admit = lambda _: None  # type: ignore[method-assign]
+    for _ in range(3):
+        core.step()
+    assert not core.has_work
+    assert core.stats().num_dropped_shadows == 1
