@@ -18,7 +18,9 @@ _NUM_GLUE_TOKENS = 16
 # Two may be a text and its revision.
 _MIN_CANDIDATES = 3
 _CANDIDATES = "computed because several answers to one question are compared here"
-_OBSERVE = Verdict(None, True, "the policy computes everything")
+_ALL = "the policy computes everything"
+_OBSERVE = Verdict(None, True, _ALL)
+_DUE = "computed because it is due to be observed"
 _FOR_ANOTHER = "computed because a segment behind it is due to be observed"
 
 
@@ -74,12 +76,11 @@ class SegmentChooser:
         can_teach = [self._recordings[segment.recording_id].taint == 0 for segment in segments]
         due = [i for i, v in enumerate(verdicts) if may_teach and v.is_due and can_teach[i]]
         num_computed = due[-1] + 1 if due else 0
+        due_why, other_why = (_ALL, _ALL) if policy.observes else (_DUE, _FOR_ANOTHER)
         choices = []
         for index, (segment, key, verdict) in enumerate(zip(segments, keys, verdicts, strict=True)):
             if index < num_computed:
-                why = verdict.why if policy.observes else _FOR_ANOTHER
-                if index in due and not policy.observes:
-                    why = "computed because it is due to be observed"
+                why = due_why if index in due else other_why
                 choice = SegmentChoice(segment, None, why, key)
             elif verdict.offset_index is not None:
                 warm = policy.warm or policy

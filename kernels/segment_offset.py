@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,17 +48,29 @@ def segment_offset(
     num_layers, _, *row = k.shape
     total = k.new_zeros((2, num_layers, *row), dtype=torch.float32)
     energy = k.new_zeros(2, dtype=torch.float32)
-    for start in range(0, source.shape[0], _CHUNK_TOKENS):
-        chunk = slice(start, start + _CHUNK_TOKENS)
-        keys = _turned(k, target[chunk], cos[1:], sin[1:]) - _turned(
-            k, source[chunk], cos[:1], sin[:1]
-        )
-        values = v.index_select(1, target[chunk]).float() - v.index_select(1, source[chunk])
-        for part, difference in enumerate((keys, values)):  # [L, chunk, Hkv, D]
+    for _, differences in token_offsets(k, v, source, target, cos, sin):
+        for part, difference in enumerate(differences):
             total[part] += difference.sum(dim=1)
             energy[part] += difference.square().sum()
     num_tokens = source.shape[0]
     return SegmentOffset(total / num_tokens, energy, num_tokens)
+
+
+def token_offsets(
+    k: Tensor, v: Tensor, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+    """What the tokens in slots `target` have more than those in slots `source`, part by part.
+
+    Takes what `segment_offset` takes. Yields which of the tokens, and the differences of their
+    keys, turned back to a segment that starts at position 0, and of their values, fp32
+    [L, part, Hkv, D].
+    """
+    for start in range(0, source.shape[0], _CHUNK_TOKENS):
+        part = slice(start, start + _CHUNK_TOKENS)
+        keys = _turned(k, target[part], cos[1:], sin[1:])
+        keys -= _turned(k, source[part], cos[:1], sin[:1])
+        values = v.index_select(1, target[part]).float() - v.index_select(1, source[part])
+        yield part, (keys, values)
 
 
 def _turned(k: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

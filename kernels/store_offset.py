@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from relaykv.kernels.rope import apply_rope
-
-# Tokens that are compared at a time: fp32 copies of their keys in all layers are made.
-_CHUNK_TOKENS = 256
+from relaykv.kernels.segment_offset import token_offsets
 
 
 def store_offset(
@@ -33,11 +30,6 @@ def store_offset(
         cos, sin: fp32 [2, r / 2], of minus the position of the first token in the recording, and
             of minus its position now.
     """
-    for start in range(0, source.shape[0], _CHUNK_TOKENS):
-        chunk = slice(start, start + _CHUNK_TOKENS)
-        recorded, computed, kept = source[chunk], target[chunk], place[chunk]
-        before = apply_rope(k.index_select(1, recorded).float(), cos[:1], sin[:1])
-        keys = apply_rope(k.index_select(1, computed).float(), cos[1:], sin[1:]) - before
-        values = v.index_select(1, computed).float() - v.index_select(1, recorded).float()
-        k.index_copy_(1, kept, keys.to(k.dtype))
-        v.index_copy_(1, kept, values.to(v.dtype))
+    for part, (keys, values) in token_offsets(k, v, source, target, cos, sin):
+        k.index_copy_(1, place[part], keys.to(k.dtype))
+        v.index_copy_(1, place[part], values.to(v.dtype))

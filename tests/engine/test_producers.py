@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planted_model import planted_handoffs, prompt
 from readable_model import readable_parts
 
 from relaykv.engine.fidelity import Fidelity, FidelityLengths
 from relaykv.engine.handoff import Handoff, Producer, parse_handoff
+from relaykv.engine.handoff_slots import NUM_LEVELS
 from relaykv.engine.producers import Lengths, Producers
 
 TEXT = "What was written is this, word by word, although no model would have thought of it." * 2
@@ -53,6 +56,7 @@ def test_a_file_may_give_outputs() -> None:
 
 def test_lessons_are_seen_and_not_scored() -> None:
     parts = readable_parts()
+    parts = replace(parts, relay=replace(parts.relay, num_offsets=30))
     lessons, tasks = planted_handoffs(4)[:3], planted_handoffs(4)[3:]
     lengths = FidelityLengths(producer=64, compared=8, greedy=12)
     fidelity = Fidelity(parts, prompt, tasks, ["shift", "auto"], lengths, lessons)
@@ -61,4 +65,6 @@ def test_lessons_are_seen_and_not_scored() -> None:
     assert [result.handoff for result in results] == [tasks[0].id]
     assert abs(sum(done) - 4) < 0.01
     handoffs = fidelity.core._scheduler._admission._chooser._handoffs
-    assert handoffs is None or len(handoffs) > 0
+    assert handoffs is not None
+    observed = [slot.num_observations for slot in handoffs._slots.values()]
+    assert sum(observed) == NUM_LEVELS * sum(len(lesson.producers) for lesson in lessons)
