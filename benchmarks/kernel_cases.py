@@ -22,6 +22,7 @@ from relaykv.kernels.attention import AttentionBackend, AttentionBatch
 from relaykv.kernels.kernel_set import KernelSet
 
 BLOCK_SIZE = 16
+_OFFSET_SCALE = 0.8
 Tensors = Mapping[str, Tensor]
 
 
@@ -189,16 +190,56 @@ def _run_shift_copy(
 
 def _refer_shift_copy(x: dict[str, Tensor], _: tuple[int, ...]) -> dict[str, Tensor]:
     source, target = x["source"], x["target"]
-    cos, sin = x["cos"][x["segment"]][:, None], x["sin"][x["segment"]][:, None]
-    half = cos.shape[-1]
-    keys = x["k"][:, source]  # [layers, n, kv heads, head dim]
-    first, second = keys[..., :half], keys[..., half : 2 * half]
-    turned = (first * cos - second * sin, second * cos + first * sin, keys[..., 2 * half :])
     k, v, hidden, influence = (x[name].clone() for name in ("k", "v", "hidden", "influence"))
-    k[:, target] = torch.cat(turned, dim=-1)
+    k[:, target] = _turned(x["k"][:, source], x)
     v[:, target] = x["v"][:, source]
     hidden[target], influence[target] = x["hidden"][source], x["influence"][source]
     return {"k": k, "v": v, "hidden": hidden, "influence": influence}
+
+
+def _turned(keys: Tensor, x: dict[str, Tensor]) -> Tensor:
+    """Keys [layers, n, kv heads, head dim], each turned by the angles of its segment."""
+    cos, sin = x["cos"][x["segment"]][:, None], x["sin"][x["segment"]][:, None]
+    half = cos.shape[-1]
+    first, second = keys[..., :half], keys[..., half : 2 * half]
+    turned = (first * cos - second * sin, second * cos + first * sin, keys[..., 2 * half :])
+    return torch.cat(turned, dim=-1)
+
+
+def _run_add_offset(
+    x: dict[str, Tensor], _: tuple[int, ...], backend: KernelBackend
+) -> dict[str, Tensor]:
+    backend.kernels.add_offset(**x, scale=_OFFSET_SCALE)
+    return {"k": x["k"], "v": x["v"]}
+
+
+def _refer_add_offset(x: dict[str, Tensor], _: tuple[int, ...]) -> dict[str, Tensor]:
+    k, v, target = x["k"].clone(), x["v"].clone(), x["target"]
+    chosen = _OFFSET_SCALE * x["offsets"][x["index"][x["segment"]]]  # [n, 2, layers, ...]
+    k[:, target] += _turned(chosen[:, 0].transpose(0, 1), x)
+    v[:, target] += chosen[:, 1].transpose(0, 1)
+    return {"k": k, "v": v}
+
+
+def _run_anchors(
+    x: dict[str, Tensor], _: tuple[int, ...], backend: KernelBackend
+) -> dict[str, Tensor]:
+    kernels = backend.kernels
+    squares = kernels.anchor_distance(x["v"], x["target"], x["anchors"])
+    places = ("k", "v", "anchors", "weights", "target", "segment", "cos", "sin")
+    kernels.add_anchored(*(x[name] for name in places))
+    return {"distance": squares.nan_to_num(posinf=0.0), "k": x["k"], "v": x["v"]}
+
+
+def _refer_anchors(x: dict[str, Tensor], _: tuple[int, ...]) -> dict[str, Tensor]:
+    k, v, target, anchors = x["k"].clone(), x["v"].clone(), x["target"], x["anchors"]
+    is_there = anchors >= 0
+    slots = anchors.clamp_min(0)
+    squares = (x["v"][:, target, None] - x["v"][:, slots]).square().sum(dim=(0, 3, 4))
+    weights = (x["weights"] * is_there)[None, :, :, None, None]  # [1, n, anchors, 1, 1]
+    k[:, target] += _turned((weights * x["k"][:, slots]).sum(dim=2), x)
+    v[:, target] += (weights * x["v"][:, slots]).sum(dim=2)
+    return {"distance": squares * is_there, "k": k, "v": v}
 
 
 def _run_deviation(
@@ -284,6 +325,8 @@ _KINDS: Mapping[str, _Kind] = {
         _refer_shift_copy,
         {"k": 0.6, "v": 0.0, "hidden": 0.0, "influence": 0.0},
     ),
+    "add_offset": _Kind(_run_add_offset, _refer_add_offset, {"k": 0.6, "v": 0.6}),
+    "anchors": _Kind(_run_anchors, _refer_anchors, {"distance": 0.01, "k": 0.6, "v": 0.6}),
     # fp32 sums over exact products, in another order.
     "deviation": _Kind(_run_deviation, _refer_deviation, {"cosine": 0.01, "squared": 0.01}),
     "store_kv": _Kind(_run_store_kv, _refer_store_kv, {"k_cache": 0.0, "v_cache": 0.0}),

@@ -59,6 +59,8 @@ def kernel_cases(sizes: CaseSizes, seed: int) -> list[KernelCase]:
     return [
         *_attention_cases(sizes, generator),
         _shift_copy_case(sizes, generator),
+        _add_offset_case(sizes, generator),
+        _anchors_case(sizes, generator),
         _deviation_case(sizes, generator),
         _store_kv_case(sizes, generator),
         _pointwise_case(sizes, generator),
@@ -154,6 +156,53 @@ def _shift_copy_case(sizes: CaseSizes, generator: torch.Generator) -> KernelCase
             "sin": sin,
         },
         wide=("influence", "cos", "sin"),
+    )
+
+
+def _add_offset_case(sizes: CaseSizes, generator: torch.Generator) -> KernelCase:
+    count = sizes.num_rows // 2
+    row = (sizes.num_kv_heads, sizes.head_dim)
+    cos, sin = cos_sin(inverse_frequencies(5e5, sizes.head_dim), torch.tensor([1543, 77]))
+    return KernelCase(
+        "add offset",
+        "add_offset",
+        {
+            "k": _normal((sizes.num_layers, 2 * count, *row), generator),
+            "v": _normal((sizes.num_layers, 2 * count, *row), generator),
+            "offsets": torch.randn((5, 2, sizes.num_layers, *row), generator=generator),
+            "index": torch.tensor([4, 1]),
+            "target": torch.randperm(2 * count, generator=generator)[:count],
+            "segment": (torch.arange(count) >= count // 3).long(),
+            "cos": cos,
+            "sin": sin,
+        },
+        wide=("offsets", "cos", "sin"),
+    )
+
+
+def _anchors_case(sizes: CaseSizes, generator: torch.Generator) -> KernelCase:
+    count, num_anchors = sizes.num_rows // 2, 3
+    num_slots = (num_anchors + 1) * count
+    shape = (sizes.num_layers, num_slots, sizes.num_kv_heads, sizes.head_dim)
+    slots = torch.randperm(num_slots, generator=generator)
+    anchors = slots[count:].view(count, num_anchors).clone()
+    anchors[: count // 3, 1] = -1  # the first segment has fewer
+    weights = torch.rand((count, num_anchors), generator=generator)
+    cos, sin = cos_sin(inverse_frequencies(5e5, sizes.head_dim), torch.tensor([1543, 77]))
+    return KernelCase(
+        "anchors",
+        "anchors",
+        {
+            "k": _normal(shape, generator),
+            "v": _normal(shape, generator),
+            "anchors": anchors,
+            "weights": weights,
+            "target": slots[:count],
+            "segment": (torch.arange(count) >= count // 3).long(),
+            "cos": cos,
+            "sin": sin,
+        },
+        wide=("weights", "cos", "sin"),
     )
 
 

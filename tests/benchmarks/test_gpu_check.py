@@ -94,7 +94,7 @@ def test_every_policy_is_timed_for_every_agent_of_both_papers(
 
 def test_goldens_of_a_dry_run_say_so(dry_run: tuple[int, str, Path]) -> None:
     paths = sorted((dry_run[2] / "goldens").glob("*.npz"))
-    assert len(paths) == 8
+    assert len(paths) == 10
     assert all(load_golden(path).origin["dry"] for path in paths)
 
 
@@ -222,7 +222,7 @@ def test_a_section_in_a_process_of_its_own_gives_the_same_result(tmp_path: Path)
             os.close(kept)
     values = json.loads((tmp_path / "parts" / "goldens.json").read_text())
     assert (values["status"], values["error"]) == ("done", None)
-    assert len(values["data"]["files"]) == 8
+    assert len(values["data"]["files"]) == 10
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,24 @@ def _turned_back(**x: Any) -> None:
     shift_copy(**{**x, "sin": -x["sin"]})
 
 
+def _offset_turned_back(**x: Any) -> None:
+    torch_kernels().add_offset(**{**x, "sin": -x["sin"]})
+
+
+def _offset_in_full(**x: Any) -> None:
+    torch_kernels().add_offset(**{**x, "scale": 1.0})
+
+
+def _nearest_only(v: Tensor, source: Tensor, anchors: Tensor) -> Tensor:
+    return torch_kernels().anchor_distance(v, source, anchors[:, :1].expand_as(anchors))
+
+
+def _first_anchor_left_out(
+    k: Tensor, v: Tensor, offsets: Tensor, weights: Tensor, *rest: Tensor
+) -> None:
+    torch_kernels().add_anchored(k, v, offsets[:, 1:], weights[:, 1:], *rest)
+
+
 def _one_row_short(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     torch_kernels().store_kv(k_cache, v_cache, slots[:-1], k[:-1], v[:-1])
 
@@ -160,6 +178,10 @@ def _uncast(fresh: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     ("kind", "wrong", "outputs"),
     [
         ("shift_copy", {"shift_copy": _turned_back}, {"k"}),
+        ("add_offset", {"add_offset": _offset_turned_back}, {"k"}),
+        ("add_offset", {"add_offset": _offset_in_full}, {"k", "v"}),
+        ("anchors", {"anchor_distance": _nearest_only}, {"distance"}),
+        ("anchors", {"add_anchored": _first_anchor_left_out}, {"k", "v"}),
         ("store_kv", {"store_kv": _one_row_short}, {"k_cache", "v_cache"}),
         ("pointwise", {"rms_norm": _other_epsilon}, {"rms_norm", "head_norm"}),
         ("deviation", {"cosine_deviation": _uncast}, {"cosine"}),
