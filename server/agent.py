@@ -27,9 +27,11 @@ def agent_class(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, An
 
 
 def question(messages: Sequence[ChatMessage]) -> str:
-    """A digest of the last user message: what the agent is asked; "" when there is none.
+    """A digest of the user message that ends a conversation; "" when another message does.
 
     Agents that are to answer one question, so that another may choose, are sent the same one.
+    Behind a tool's result an agent goes on with its work: its steps are no answers to choose from.
     """
-    asked = [message.content for message in messages if message.role == "user"]
-    return hashlib.sha256(asked[-1].encode()).hexdigest() if asked else ""
+    if not messages or messages[-1].role != "user":
+        return ""
+    return hashlib.sha256(messages[-1].content.encode()).hexdigest()

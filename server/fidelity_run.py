@@ -83,6 +83,8 @@ def run_test(options: argparse.Namespace) -> Outcome:
     Raises:
         OSError, RuntimeError, ValueError: it cannot be done; the message says why in one line.
     """
+    if options.learn is not None and options.test != FidelityTest.HANDOFFS:
+        raise ValueError("--learn is for --test handoffs alone")
     match FidelityTest(options.test):
         case FidelityTest.HANDOFFS:
             return _run_handoffs(options)

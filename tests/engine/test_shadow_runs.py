@@ -213,11 +213,11 @@ def test_a_run_leaves_the_influence_of_shared_tokens_alone() -> None:
     assert torch.equal(core.runner.cache.influence[shared], before[shared])
 
 
-def test_a_run_that_gets_no_blocks_after_all_is_dropped() -> None:
+def test_a_run_that_gets_no_blocks_after_all_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     core = shadowed_core()
     written = serve(core, request("w", ids(1, 40), 60, "s"))[0]
     serve(core, reader("r", "s", written))
-    core._scheduler._admission.admit = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(core._scheduler._admission, "admit", lambda _: None)
     for _ in range(3):
         core.step()
     assert not core.has_work

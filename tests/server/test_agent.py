@@ -49,4 +49,12 @@ def test_one_question_is_one_digest_whoever_is_asked() -> None:
     second = _messages(("user", "Hello."), ("assistant", "Hello."), ("user", "Why?"))
     assert question(first) == question(second) != ""
     assert question(_messages(("user", "Why not?"))) != question(first)
-    assert question(_messages(("system", "Why?"))) == ""
+    assert question(_messages(("system", "Why?"))) == question([]) == ""
+
+
+def test_steps_of_one_agent_that_calls_tools_are_no_answers_to_one_question() -> None:
+    asked = _messages(("user", "Why?"))
+    called = _messages(("user", "Why?"), ("assistant", "I look it up."), ("tool", "Because."))
+    assert question(asked) != ""
+    assert question(called) == ""
+    assert question(_messages(("user", "Why?"), ("assistant", "Well,"))) == ""

@@ -204,6 +204,8 @@ def test_an_interrupted_run_writes_nothing_and_says_so_by_its_exit_code(
         (["--bands", "0,1,3"], "layer 3 is past the model's last one"),
         (["--answer-tokens", "20"], "--answer-tokens cannot be more than --greedy-tokens"),
         (["--tokens", "900"], "hand-off 'handoff 0' may need"),
+        (["--test", "judge", "--learn", "a.jsonl"], "--learn is for --test handoffs alone"),
+        (["--learn", "none.jsonl"], "cannot read none.jsonl"),
     ],
 )
 def test_failures_are_told_in_one_line(
